@@ -10,7 +10,6 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 
@@ -105,7 +104,7 @@ def _import(args: argparse.Namespace) -> int:
     if args.dir.is_dir() and Checkpoints(args.dir, read_only=True).steps:
         raise ValueError(f"{args.dir} already holds checkpoints: use another folder")
 
-    def make() -> Any:
+    def make() -> object:
         return nnx.state(families.build(config, nnx.Rngs(0)), nnx.Param)
 
     params = hugging_face.load(args.folder, Zero(make_mesh(), stage=3).eval_shape(make))
@@ -115,7 +114,7 @@ def _import(args: argparse.Namespace) -> int:
     return 0
 
 
-def _export_config(folder: pathlib.Path, config: Any) -> dict[str, Any]:
+def _export_config(folder: pathlib.Path, config: families.Config) -> dict[str, object]:
     """The config of the checkpoint, from which `export` rebuilds the model."""
     if isinstance(config, gpt.GPTConfig):
         return {"model": dataclasses.asdict(config)}

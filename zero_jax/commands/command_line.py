@@ -10,12 +10,13 @@ import pathlib
 import types
 import typing
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import yaml  # type: ignore[import-untyped]
 
 from zero_jax.names import nearest
 
+T = TypeVar("T")
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
 _WIDTH, _COLUMN = 100, 34  # of help, in characters
 
@@ -29,7 +30,7 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def setting(default: Any, help: str, **about: str) -> Any:
+def setting(default: T, help: str, **about: str) -> T:
     """Returns a dataclass field with its help.
 
     Args:
@@ -79,14 +80,11 @@ def parse(
     parser.add_argument("--config", metavar="FILE", help=about, action="append")
     for group in groups:
         _add(parser, group, hidden)
-    given = vars(parser.parse_args(args))
-    if "config" in given:
-        files = given.pop("config")
-        if len(files) > 1:
-            parser.error(f"--config is given {len(files)} times: give one file")
-        parser.file = files[0]
-        given = {**vars(parser.parse_args(_words(parser))), **given}
-    return given
+    given = parser.settings(args)
+    files = given.pop("config", [])
+    if len(files) > 1:
+        parser.error(f"--config is given {len(files)} times: give one file")
+    return {**parser.settings_of_file(files[0]), **given} if files else given
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -101,25 +99,47 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 class _Parser(argparse.ArgumentParser):
     file: str | None = None  # that settings are read from
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        given, unknown = self.parse_known_args(args, namespace)
+    def settings(self, words: Sequence[str]) -> dict[str, Any]:
+        """Returns the settings that words of a command line give, by name."""
+        given, unknown = self.parse_known_args(words)
         for word in unknown:
             if word.startswith("--") and word != "--":
                 self.unknown(word.partition("=")[0])
         if unknown:
             self.error(f"{unknown[0]!r} follows no flag: write --name value")
-        return given
+        return vars(given)
+
+    def settings_of_file(self, file: str) -> dict[str, Any]:
+        """Returns the settings of a YAML file."""
+        self.file = file
+        try:
+            known = yaml.load(pathlib.Path(file).read_text(encoding="utf-8"), _Yaml)
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            self.error(" ".join(str(error).split()))
+        if known is not None and not isinstance(known, dict):
+            self.error("a mapping is required, such as max_steps: 100")
+        words, flags = [], self.known()
+        for name, value in (known or {}).items():
+            positive = flag(str(name))
+            if positive not in flags:
+                self.unknown(positive)
+            negative = "--no-" + positive[2:]
+            is_switch = negative in self._option_string_actions
+            on = _SWITCH.get(str(value).lower())
+            if not isinstance(value, str) or (is_switch and on is None):
+                kind = "true or false" if is_switch else "text or a number"
+                self.error(f"{name} is {value!r:.80}: {kind} is required")
+            if is_switch:
+                words.append(positive if on else negative)
+            elif value not in _ABSENT:
+                words.append(f"{positive}={value}")
+        return self.settings(words)
 
     def known(self) -> list[str]:
         """Returns all flags; for a file those that have a value, and switches once."""
         known = [word for word in self._option_string_actions if word.startswith("--")]
-        if self.file is None:
-            return known
-        left_out = ("--config", "--help", "--no-")
+        left_out = () if self.file is None else ("--config", "--help", "--no-")
         return [word for word in known if not word.startswith(left_out)]
-
-    def has(self, flag: str) -> bool:
-        return flag in self._option_string_actions
 
     def unknown(self, name: str) -> NoReturn:
         known = self.known()
@@ -165,17 +185,17 @@ def _add(parser: argparse.ArgumentParser, cls: type, hidden: Collection[str]) ->
         )
 
 
-def _kinds(hint: Any) -> list[Any]:
+def _kinds(hint: object) -> list[type]:
     """Returns the types of a hint, without None."""
     is_union = get_origin(hint) in (types.UnionType, typing.Union)
     return [k for k in (get_args(hint) if is_union else (hint,)) if k is not types.NoneType]
 
 
-def _reader(kind: type, choices: Sequence[str | int]) -> Callable[[str], Any]:
+def _reader(kind: type, choices: Sequence[str | int]) -> Callable[[str], object]:
     """Returns a function that reads one of the choices, if there are any, or a value of a type."""
     known = {str(value): value for value in choices}
 
-    def read(text: str) -> Any:
+    def read(text: str) -> object:
         if known and text not in known:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is unknown; the nearest is {nearest(text, known)!r}. Use one of "
@@ -190,31 +210,6 @@ def _reader(kind: type, choices: Sequence[str | int]) -> Callable[[str], Any]:
     return read
 
 
-def _words(parser: _Parser) -> list[str]:
-    """Returns the settings of the parser's YAML file as words of a command line."""
-    try:
-        known = yaml.load(pathlib.Path(parser.file or "").read_text(encoding="utf-8"), _Yaml)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        parser.error(" ".join(str(error).split()))
-    if known is not None and not isinstance(known, dict):
-        parser.error("a mapping is required, such as max_steps: 100")
-    words, flags = [], parser.known()
-    for name, value in (known or {}).items():
-        positive = flag(str(name))
-        if positive not in flags:
-            parser.unknown(positive)
-        negative = "--no-" + positive[2:]
-        switch, on = parser.has(negative), _SWITCH.get(str(value).lower())
-        if not isinstance(value, str) or (switch and on is None):
-            kind = "true or false" if switch else "text or a number"
-            parser.error(f"{name} is {value!r:.80}: {kind} is required")
-        if switch:
-            words.append(positive if on else negative)
-        elif value not in _ABSENT:
-            words.append(f"{positive}={value}")
-    return words
-
-
 _SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _ABSENT = ("", "~", "null", "None")
 
@@ -222,7 +217,7 @@ _ABSENT = ("", "~", "null", "None")
 class _Yaml(yaml.BaseLoader):
     """Reads scalars as they are written, such as `output_dir: 001`; refuses repeated names."""
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> object:
         names = [key.value for key, _ in node.value]
         for name in names:
             if names.count(name) > 1:

@@ -335,8 +335,8 @@ def _mesh(settings: PlanSettings, config: families.Config, tokens: int) -> Abstr
             f"--devices {devices} with --mesh {settings.mesh}: the product of the axes is "
             f"{others * (data or 1)}, and must divide the devices, or equal them if it has data"
         )
-    axes: dict[str, Any] = dict(sizes)
-    return abstract_mesh(devices // others, **axes)
+    replica, experts, model = (sizes.get(axis, 1) for axis in ("replica", "experts", "model"))
+    return abstract_mesh(devices // others, replica=replica, experts=experts, model=model)
 
 
 def _model(settings: PlanSettings) -> tuple[families.Config, int]:
@@ -395,7 +395,7 @@ def _of_experts(case: Case, config: DecoderConfig, experts: int, target: str) ->
     )
 
 
-def _settings(case: Case, settings: PlanSettings) -> dict[str, Any]:
+def _settings(case: Case, settings: PlanSettings) -> dict[str, object]:
     names = "model init_from global_batch_size compute_dtype reduce_dtype param_comm_dtype"
     names += " grad_comm_dtype optimizer expert_capacity_factor lora_rank lora_alpha lora_targets"
     known = {name: getattr(settings, name) for name in (*names.split(), "lora_base_dtype")}

@@ -32,7 +32,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from zero_jax import releases
 from zero_jax.hlo import auditor, latencies, targets
 from zero_jax.hlo.targets import Target
-from zero_jax.sharding.layout import key_impl
 from zero_jax.sharding.mesh import AnyMesh
 
 PyTree = Any
@@ -82,7 +81,7 @@ def compile_for(
     *,
     donated: int = 2,
     topology: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     seconds: Mapping[str, float] | None = None,
     timeout: float = 1800,
 ) -> auditor.Audit:
@@ -155,27 +154,16 @@ def _check_installed(target: Target) -> None:
 
 
 def _exported(target: Target, step: Callable[..., PyTree], args: Sequence[PyTree]) -> bytes:
-    """Returns the step as a portable program of flat arrays, in which a random key is its data."""
+    """Returns the step as a portable program of flat arrays."""
     leaves, treedef = jax.tree.flatten(tuple(args))
-    impls = [
-        key_impl(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else None for x in leaves
-    ]
 
     def flat(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        wrapped = [
-            x if impl is None else jax.random.wrap_key_data(x, impl=impl)
-            for x, impl in zip(arrays, impls, strict=True)
-        ]
-        return tuple(jax.tree.leaves(step(*jax.tree.unflatten(treedef, wrapped))))
+        return tuple(jax.tree.leaves(step(*jax.tree.unflatten(treedef, arrays))))
 
-    arrays = [
-        x if impl is None else jax.eval_shape(jax.random.key_data, x)
-        for x, impl in zip(leaves, impls, strict=True)
-    ]
     # JAX forgets the sharding of an argument that it removes.
     jitted = jax.jit(flat, keep_unused=True)
     try:
-        return bytes(jax.export.export(jitted, platforms=[target.platform])(*arrays).serialize())
+        return bytes(jax.export.export(jitted, platforms=[target.platform])(*leaves).serialize())
     except NotImplementedError as error:
         raise ValueError(
             "the step calls back to Python (jax.debug.print, a callback), which cannot be "
@@ -270,11 +258,9 @@ def _devices(request: Mapping[str, str], count: int) -> Sequence[jax.Device]:
     if request["platform"] == "tpu":
         name = f"{request['name']}:{request['topology']}"
         return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    config, topology = request["config"], request["topology"]
     return topologies.get_topology_desc(
-        "any",
-        platform="cuda",
-        target_config=request["config"],
-        topology=request["topology"],
+        "any", platform="cuda", target_config=config, topology=topology
     ).devices
 
 

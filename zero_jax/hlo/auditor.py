@@ -10,7 +10,6 @@ parallelism and stages 1 and 2 send 2Ψ; stage 3 sends 2Ψ by all-gather and Ψ 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import jax
 from jax.stages import Compiled
@@ -115,7 +114,7 @@ class Audit:
         sent = (c.sent_elements for c in self.collectives if model_parallel == 1 or c.axis != MODEL)
         return sum(sent) / num_params * model_parallel
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Returns the bytes as plain data, for JSON."""
         names = ("argument", "output", "alias", "temp", "host", "total")
         return {

@@ -8,7 +8,6 @@ sends 2E.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from jax.stages import Compiled
 
@@ -62,7 +61,7 @@ class Collective:
     in_loop: bool
     in_layers: bool
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Returns the main fields as plain data, for JSON."""
         names = ("kind", "dtype", "bytes", "axis", "runs", "asynchronous", "concurrent", "in_loop")
         return {**{name: getattr(self, name) for name in names}, "from": self.op_name}
