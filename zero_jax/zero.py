@@ -79,7 +79,7 @@ class Zero:
     Raises:
       ValueError: A stage, mesh, precision, policy or count is not supported.
 
-    >>> import zero_jax
+    >>> import jax.numpy as jnp, zero_jax
     >>> zero = zero_jax.Zero(zero_jax.make_mesh(), stage=3)
     >>> params = zero.init(lambda key: {"w": jax.random.normal(key, (8, 3))}, jax.random.key(0))
     >>> tx = zero.optimizer(optax.adamw(1e-3))

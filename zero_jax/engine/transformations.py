@@ -7,11 +7,6 @@ from zero_jax.engine.changing_state import with_one_structure
 from zero_jax.sharding import paths
 from zero_jax.sharding.paths import PyTree
 
-
-class CannotUpdate(ValueError):
-    """A transformation needs other arguments than the step passes."""
-
-
 Frozen = paths.Frozen
 
 
@@ -61,7 +56,7 @@ def without_frozen(
                 return own.update(grads, state, params, **extra)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             given = ", ".join(["gradients", "state", "parameters", *extra])
-            raise CannotUpdate(
+            raise ValueError(
                 f"`tx` raised an error with the arguments {given}: {error}. zero.train_step "
                 "passes the loss as `value`, and arrays that are passed by name, step(params, "
                 "opt_state, batch, name=array). It passes none where state is in host memory or "
