@@ -41,7 +41,6 @@ from zero_jax.sharding.partition import (
     Partition,
     Partitioner,
     mirrors,
-    partition,
     state_partitions,
 )
 from zero_jax.sharding.paths import Frozen
@@ -130,8 +129,7 @@ class PiecewiseUpdate:
         self.streamed = [flag or owner in groups for owner, flag in flags]
         masters = streamed[len(owners) :]
         leaves, treedef = jax.tree.flatten(trees)
-        others = [partition((), 1)] * (len(leaves) - self.first_param - len(masters))
-        self._all_splits = [*self.splits, *self.of_state, *self.splits[: len(masters)], *others]
+        self._all_splits = [*self.splits, *self.of_state, *self.splits]
 
         def flat(*leaves: jax.Array) -> Arrays:
             return jax.tree.leaves(update(*jax.tree.unflatten(treedef, leaves)))
@@ -213,7 +211,8 @@ class PiecewiseUpdate:
         """
         known = dict(self._constants)
         for at, x in inputs.items():
-            known[self._inputs[at]] = _unpadded(x, self._all_splits[at])
+            is_stored = at < len(self._all_splits)
+            known[self._inputs[at]] = _unpadded(x, self._all_splits[at]) if is_stored else x
         wanted = [self._outputs[at] for at in self._not_streamed]
         wanted += [var for r in self.recipes.values() for var in (*r.scalars, *r.arrays)]
         used = needed(self._graph.eqns, wanted)
