@@ -2,26 +2,26 @@
 
 An answer begins after the prompt of inference, `add_generation_prompt` included, and ends with the
 text that closes its turn. Templates with {% generation %} blocks give these positions. For others
-the conversation is rendered in parts, and again with a placeholder for each answer, because many
+the conversation is rendered again with marks around each answer, and in parts, because many
 templates write a turn differently when others follow it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-Message = Mapping[str, Any]
-Messages = Sequence[Message]
+from training.records import Message, Messages
+
 Render = Callable[[Messages, bool], str]  # messages, add_generation_prompt
 Integers = npt.NDArray[np.int64]
-_PLACEHOLDER = "zq{}answerqz"  # no template changes it: letters and digits alone
-_PLACEHOLDERS = re.compile("zq[0-9]+answerqz")
-_TAIL = 8  # characters by which the end of a prompt is recognised
+# Answer n is written between marks 2 n and 2 n + 1. A text has none of these code points, which are
+# not characters, and templates pass them on.
+_MARK = re.compile("\ufdd0([0-9]+)\ufdd1")
 
 
 class Span(NamedTuple):
@@ -38,6 +38,24 @@ class Span(NamedTuple):
     start: int
     end: int
     ending: str = ""
+
+
+class Marked(NamedTuple):
+    """A text without its marks, and the position of each mark that occurs once."""
+
+    text: str
+    marks: dict[int, int]
+
+    def reached(self, beginning: Marked) -> tuple[int, str]:
+        """Returns the position up to which a beginning agrees with this text, and its rest.
+
+        Both are compared from the end of the last answer on that is marked in both.
+        """
+        both = [number for number in beginning.marks if number % 2 and number in self.marks]
+        skipped, base = (beginning.marks[max(both)], self.marks[max(both)]) if both else (0, 0)
+        tail = beginning.text[skipped:]
+        count = common_prefix(tail, self.text[base:])
+        return base + count, tail[count:]
 
 
 def answers_in(messages: Messages) -> list[int]:
@@ -62,37 +80,29 @@ def tokens_in(span: Span, starts: Integers, ends: Integers) -> slice:
     return slice(int(tokens[0]), int(tokens[-1]) + 1) if len(tokens) else slice(0, 0)
 
 
-def spans_of_marked(
-    messages: Messages, marked: Sequence[Span], render: Render
+def spans_of_blocks(
+    messages: Messages, blocks: Sequence[Span], full_text: str, render: Render
 ) -> list[list[Span]] | None:
     """Assigns the {% generation %} blocks of a rendered conversation to its answers.
 
     Args:
         messages: The conversation.
-        marked: Its blocks, in order. A template may write several blocks, or none, for an answer.
+        blocks: Its blocks, in order. A template may write several, or none, for an answer.
+        full_text: Its text.
         render: Returns the text of messages, with or without the generation prompt.
 
     Returns:
-        The blocks of each answer; None if a block belongs to no answer or to several.
+        The blocks of each answer; None if a block has several answers.
     """
     answers = answers_in(messages)
-    if len(marked) == len(answers):
-        return [[span] for span in marked]
-    full_text = render(messages, False)
-    candidates: list[list[int]] = [[] for _ in marked]  # answers of each block
-    for at in answers:
-        start, end = _changed(full_text, render(_replaced(messages, [at]), False))
-        for block, span in zip(candidates, marked, strict=True):
-            if span.start <= end and start <= span.end:
-                block.append(at)
-    for block in reversed(candidates):  # a template may also mark the end of the full text
-        if block:
-            break
-        block.append(answers[-1])
-    if any(len(block) != 1 for block in candidates):
-        return None
-    pairs = list(zip(marked, candidates, strict=True))
-    return [[span for span, block in pairs if block == [at]] for at in answers]
+    # Where the text changes with an answer. A block after the last answer ends the conversation.
+    begins = [common_prefix(full_text, render(_marked(messages, [at]), False)) for at in answers]
+    groups: list[list[Span]] = [[] for _ in answers]
+    for block in blocks:
+        if sum(block.start <= begin < block.end for begin in begins) > 1:
+            return None
+        groups[max(0, sum(begin <= block.end for begin in begins) - 1)].append(block)
+    return groups
 
 
 def spans_of(messages: Messages, full_text: str, render: Render) -> list[Span] | None:
@@ -106,154 +116,57 @@ def spans_of(messages: Messages, full_text: str, render: Render) -> list[Span] |
     Returns:
         One span for each answer; None if one can't be located with certainty.
     """
-    full = [at for at in answers_in(messages) if messages[at]["content"]]
-    text = render(_replaced(messages, full), False) if full else ""
-    # A template may leave out the text of a message that calls a tool, but not of others.
-    written = [at for at in full if text.count(_PLACEHOLDER.format(at)) == 1]
-    if any(at not in written and not messages[at].get("tool_calls") for at in full):
-        return None
-    # Text within an answer, such as thoughts, can change how a template writes it: where the
-    # placeholders do not fit, the last answer keeps its text, and then all do.
-    for places in dict.fromkeys([tuple(written), tuple(written[:-1]), ()]):
-        spans = _located(messages, full_text, render, places)
-        if spans is not None:
-            return spans
+    answers = answers_in(messages)
+    full = [at for at in answers if messages[at]["content"].strip()]
+    # Marks can change how a template writes a message, such as one without text or with thoughts.
+    # Where the text is another one, fewer answers have marks.
+    for places in dict.fromkeys([tuple(answers), tuple(full), tuple(full[:-1]), ()]):
+        marked = _marked(messages, places)
+        whole = _unmarked(render(marked, False))
+        # A template may leave out the text of a message that calls a tool, but not of others.
+        unwritten = [at for at in full if at in places and 2 * at + 1 not in whole.marks]
+        if not all(messages[at].get("tool_calls") for at in unwritten):
+            return None
+        if whole.text == full_text:
+            spans = [_span(marked, at, whole, render) for at in answers]
+            if None not in spans:
+                return [span for span in spans if span is not None]
     return None
 
 
-def _located(
-    messages: Messages, full_text: str, render: Render, places: Sequence[int]
-) -> list[Span] | None:
-    replaced = _replaced(messages, places)
-    literals = _PLACEHOLDERS.split(render(replaced, False))
-    gaps = match_between(literals, full_text) if len(literals) == len(places) + 1 else None
-    if gaps is None:
-        return None
-    bases = [0, *(end for _, end in gaps)]  # where each literal begins in the full text
-    contents = dict(zip(places, gaps, strict=True))
-    spans = []
-    for at in answers_in(messages):
-        turn = _Turn(replaced, at, render, literals, bases)
-        start = turn.start(full_text, contents.get(at))
-        if start is None:
-            return None
-        end, ending = turn.end(full_text, at in contents)
-        if end is None:
-            return None
-        spans.append(Span(start, max(start, end), ending))
-    return spans
+def _span(messages: Messages, at: int, whole: Marked, render: Render) -> Span | None:
+    """Returns an answer with the text that closes its turn; None if it can't be located."""
 
-
-class _Turn:
-    """One answer, with the rendered beginnings: before it, up to its prompt, and up to its end."""
-
-    def __init__(
-        self,
-        messages: Messages,
-        at: int,
-        render: Render,
-        literals: Sequence[str],
-        bases: Sequence[int],
-    ) -> None:
-        self._literals, self._bases = literals, bases
-        self._messages, self._at, self._render = messages, at, render
-        self._before, self._asked = (self._beginning(prompt) for prompt in (False, True))
-        self._until = render(messages[: at + 1], False)
-
-    def _beginning(self, prompt: bool) -> str:
+    def beginning(count: int, prompt: bool) -> Marked:
         try:
-            return self._render(self._messages[: self._at], prompt)
+            return _unmarked(render(messages[:count], prompt))
         except ValueError:
-            if self._at:
+            if count:
                 raise
-            return ""  # many templates do not take an empty conversation
+            return Marked("", {})  # many templates do not take an empty conversation
 
-    def start(self, full_text: str, content: tuple[int, int] | None) -> int | None:
-        """Returns the position after the prompt; None if it is unknown."""
-        prompt = self._asked[common_prefix(self._before, self._asked) :]
-        place, rest = self._reached(self._asked)
-        if content is not None:
-            if not prompt:
-                return self._after_spaces(full_text, content[0])
-            if rest:
-                literal = full_text[self._base(self._asked) : content[0]]
-                if prompt in literal:
-                    return content[0] - len(literal) + literal.rindex(prompt) + len(prompt)
-        elif not prompt:
-            return self._without_content(place, rest)
-        # A prompt may open with thoughts that the text leaves out: it is followed while it agrees.
-        return place if not rest or place > self._reached(self._before)[0] else None
-
-    def end(self, full_text: str, has_content: bool) -> tuple[int | None, str]:
-        """Returns the position after the text that closes the turn, and the ending (see `Span`)."""
-        place, rest = self._reached(self._until)
-        # Some templates close the last turn differently; the full text then ends with the rest.
-        return (place if has_content or full_text.endswith(rest) else None), rest
-
-    def _without_content(self, place: int, rest: str) -> int | None:
-        """Returns the start of an answer without text in a template without a generation prompt."""
-        if rest or self._messages[self._at]["content"]:
-            return None
-        full = self._render(_replaced(self._messages, [self._at])[: self._at + 1], False)
-        header, placeholder, _ = full[len(self._asked) :].partition(_PLACEHOLDER.format(self._at))
-        agrees = placeholder and self._until.startswith(self._asked + header)
-        return place + (len(header) if agrees and header.strip() else 0)
-
-    def _after_spaces(self, full_text: str, content: int) -> int:
-        """Returns the start of an answer if the prompt ends before the spaces ahead of the text."""
-        spaces = content - len(full_text[:content].rstrip())
-        ends = range(content - spaces, content + 1)
-        tail = _PLACEHOLDERS.split(self._asked)[-1][-_TAIL:]
-        starts = (at for at in ends if (full_text[:at].endswith(tail) if tail else at == 0))
-        return next(starts, content)
-
-    def _reached(self, text: str) -> tuple[int, str]:
-        """Returns the position up to which a beginning agrees with the full text, and its rest."""
-        tail = _PLACEHOLDERS.split(text)[-1]
-        count = common_prefix(tail, self._literals[self._index(text)])
-        return self._base(text) + count, tail[count:]
-
-    def _base(self, text: str) -> int:
-        return self._bases[self._index(text)]
-
-    @staticmethod
-    def _index(text: str) -> int:
-        return len(_PLACEHOLDERS.findall(text))
-
-
-def match_between(literals: Sequence[str], full_text: str) -> list[tuple[int, int]] | None:
-    """Finds the gaps between literals that make up a text, in linear time.
-
-    None if the literals do not fit, or fit in two ways: the first matches from the left and the
-    last ones from the right then differ.
-
-    >>> match_between(["a:", ".b:", "."], "a:x.y.b:z.")
-    [(2, 5), (8, 9)]
-    >>> match_between(["", "-", ""], "x-y-z") is None
-    True
-    """
-    if len(literals) == 1:
-        return [] if literals[0] == full_text else None
-    first, *inner, last = literals
-    low, high = len(first), len(full_text) - len(last)
-    if not full_text.startswith(first) or not full_text.endswith(last) or low > high:
+    before, asked, until = beginning(at, False), beginning(at, True), beginning(at + 1, False)
+    end, ending = whole.reached(until)
+    # Some templates close the last turn differently; the full text then ends with the rest.
+    if 2 * at + 1 not in whole.marks and not whole.text.endswith(ending):
         return None
-    left = []
-    for literal in inner:
-        at = full_text.find(literal, low, high)
-        if at < 0:
+    prompt = asked.text[common_prefix(before.text, asked.text) :]
+    start, rest = whole.reached(asked)
+    content = whole.marks.get(2 * at)
+    if content is not None:
+        start = min(start, content)
+        header = whole.text[start:content]
+        if rest and prompt in header:
+            start, rest = start + header.rindex(prompt) + len(prompt), ""
+    if prompt:
+        # It may open with thoughts that the text leaves out: it is followed while it agrees.
+        if rest and start <= whole.reached(before)[0]:
             return None
-        left.append(at)
-        low = at + len(literal)
-    right = []
-    end = high
-    for literal in reversed(inner):
-        end = full_text.rfind(literal, 0, end)
-        right.append(end)
-    if left != right[::-1]:
+    elif content is not None:  # text before the content is a header of the turn, except for spaces
+        start = content if header.strip() else start
+    elif rest or (not messages[at].get("tool_calls") and messages[at]["content"].strip()):
         return None
-    starts = [len(first), *(at + len(literal) for at, literal in zip(left, inner, strict=True))]
-    return list(zip(starts, [*left, high], strict=True))
+    return Span(start, max(start, end), ending)
 
 
 def common_prefix(first: str, second: str) -> int:
@@ -271,16 +184,25 @@ def common_prefix(first: str, second: str) -> int:
     return low
 
 
-def _changed(first: str, second: str) -> tuple[int, int]:
-    """Returns the part of the first text in which it differs from the second."""
-    start = common_prefix(first, second)
-    alike = common_prefix(first[start:][::-1], second[start:][::-1])
-    return start, len(first) - alike
-
-
-def _replaced(messages: Messages, places: Sequence[int]) -> list[Message]:
-    """Returns the conversation with placeholders as the text of some messages."""
+def _marked(messages: Messages, places: Sequence[int]) -> list[Message]:
+    """Returns the conversation with marks around the text of some messages, but not its spaces."""
     changed = list(messages)
     for at in places:
-        changed[at] = {**messages[at], "content": _PLACEHOLDER.format(at)}
+        text = messages[at]["content"]
+        core = text.strip()
+        before, _, after = text.partition(core) if core else (text, "", "")
+        marked = f"{before}\ufdd0{2 * at}\ufdd1{core}\ufdd0{2 * at + 1}\ufdd1{after}"
+        changed[at] = {**messages[at], "content": marked}
     return changed
+
+
+def _unmarked(text: str) -> Marked:
+    """Removes the marks of a text."""
+    first, *others = _MARK.split(text)  # each number is followed by the text after its mark
+    pieces, size = [first], len(first)
+    places: dict[int, list[int]] = {}
+    for number, piece in zip(others[::2], others[1::2], strict=True):
+        places.setdefault(int(number), []).append(size)
+        pieces.append(piece)
+        size += len(piece)
+    return Marked("".join(pieces), {n: at[0] for n, at in places.items() if len(at) == 1})

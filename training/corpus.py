@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from training.config import Config
-from training.data import Text
-from training.documents import Documents, Source, sources_of
+from training.documents import Documents, Source
 from training.records import Records, is_documents
-from training.text import Tokens, load_tokens
+from training.text import Text, Tokens, load_tokens
 from training.tokenizer import Tokenizer, has_tokenizer
 
 Corpus = Text | Documents
@@ -24,6 +23,33 @@ def tokenizer_of(config: Config) -> Tokenizer | None:
     if config.init_from is None or not has_tokenizer(Path(config.init_from)):
         return None
     return Tokenizer(config.init_from)
+
+
+def sources_of(data: str) -> list[tuple[Path, float]]:
+    """Splits the value of `--data` into paths and weights.
+
+    Raises:
+        ValueError: A weight is not a number above 0.
+
+    >>> sources_of("chat.jsonl=3,more=1")
+    [(PosixPath('chat.jsonl'), 3.0), (PosixPath('more'), 1.0)]
+    """
+    if Path(data).exists() or "=" not in data:
+        return [(Path(data), 1.0)]
+    sources = []
+    for part in data.split(","):
+        path, _, number = part.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = 0.0  # raises below
+        if not path or not 0 < weight < float("inf"):
+            raise ValueError(
+                f"--data {data}: {part!r} must be a path and a weight above 0, for example "
+                "chat.jsonl=3,more.parquet=1"
+            )
+        sources.append((Path(path), weight))
+    return sources
 
 
 def load(config: Config, vocab: int | None, seq: int) -> Corpus:
@@ -43,19 +69,13 @@ def load(config: Config, vocab: int | None, seq: int) -> Corpus:
         tokenizer.check_fits(vocab)
     lacks = f"--init-from {config.init_from} has no tokenizer.json"
     paths = [] if config.data is None else sources_of(config.data)
-    kinds = {path: is_documents(path) for path, _ in paths}
-    if len(set(kinds.values())) > 1:
-        text = next(path for path, documents in kinds.items() if not documents)
+    texts = [path for path, _ in paths if not is_documents(path)]
+    if texts and len(paths) > 1:
         raise ValueError(
-            f"--data {config.data}: {text} is text, and the other files are documents: save it as "
-            'a .jsonl file, with {"text": "..."} on each line'
+            f"--data {config.data}: {texts[0]} is text, and several sources must be documents "
+            '(.jsonl, .parquet): save it as a .jsonl file, with {"text": "..."} on each line'
         )
-    if not any(kinds.values()):
-        if len(paths) > 1:
-            raise ValueError(
-                f"--data {config.data}: weights require documents (.jsonl, .parquet, .csv), and "
-                "these files are text: save them as documents"
-            )
+    if texts or not paths:
         corpus = load_tokens(config.data, vocab or 256)
         if corpus.byte_level and tokenizer is not None:
             corpus = _tokenized(corpus, tokenizer)
@@ -82,11 +102,10 @@ def load(config: Config, vocab: int | None, seq: int) -> Corpus:
 def _tokenized(corpus: Tokens, tokenizer: Tokenizer) -> Tokens:
     """Returns a text of bytes in the tokens of a model."""
     # A text may end within a character.
-    text = np.asarray(corpus.tokens, np.uint8).tobytes().decode(errors="ignore")
+    text = corpus.tokens[:].tobytes().decode(errors="ignore")
     pieces, start = [], 0
     while start < len(text):
         end = text.find("\n", start + _PIECE) + 1 or len(text)
         pieces.append(tokenizer.encode(text[start:end]))
         start = end
-    tokens = np.concatenate(pieces)
-    return Tokens(tokens, corpus.name, byte_level=False)
+    return Tokens(np.concatenate(pieces), corpus.name, byte_level=False)

@@ -7,11 +7,11 @@ mapped, because a mapped file that shrinks ends the process by SIGBUS.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import stat
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -51,6 +51,27 @@ def check_regular(path: Path) -> None:
         raise ValueError(_NOT_REGULAR.format(path))
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a file to read its bytes; does not wait for a writer where a pipe took its place.
+
+    Raises:
+        OSError: The file can't be opened, or is not a regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(_NOT_REGULAR.format(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def reopen(path: Path, where: str) -> BinaryIO:
+    """Opens a file that was read before; raises DataChanged if it is gone."""
+    try:
+        return open_regular(path)
+    except FileNotFoundError as error:
+        raise DataChanged(where, f"{path} is gone") from error
+
+
 def difference(before: os.stat_result, now: os.stat_result) -> str:
     """Describes how the status of a file differs from an earlier one, for an error message."""
     parts = []
@@ -64,41 +85,23 @@ def difference(before: os.stat_result, now: os.stat_result) -> str:
     return "; ".join(parts) or "same size, time and inode, other content"
 
 
-def files_in(folder: Path, on_error: Callable[[OSError], Any] | None = None) -> list[Path]:
+def files_in(folder: Path) -> list[Path]:
     """Returns all files of a folder, also behind links, in the order of their paths.
-
-    Args:
-        folder: Folder to search.
-        on_error: Called with the error of a folder that can't be read.
 
     Raises:
         ValueError: A link leads to a folder that contains it.
     """
-    files: list[Path] = []
-    above = {str(folder): frozenset([folder.resolve()])}  # the folders that contain each, resolved
-    for root, folders, names in os.walk(folder, onerror=on_error, followlinks=True):
-        for name in folders:
-            inside = Path(root, name).resolve()
-            if inside in above[root]:
-                raise ValueError(
-                    f"{Path(root, name)} links to a folder that contains it: remove the link"
-                )
-            above[os.path.join(root, name)] = above[root] | {inside}
-        files += [Path(root, name) for name in names]
-    return sorted(files, key=lambda path: path.relative_to(folder).as_posix())
 
+    def walk(inside: Path, above: frozenset[Path]) -> Iterator[Path]:
+        if (real := inside.resolve()) in above:
+            raise ValueError(f"{inside} links to a folder that contains it: remove the link")
+        for path in inside.iterdir():
+            if path.is_dir():
+                yield from walk(path, above | {real})
+            else:
+                yield path
 
-def open_regular(path: Path) -> BinaryIO:
-    """Opens a file to read its bytes; does not wait for a writer where a pipe took its place.
-
-    Raises:
-        OSError: The file can't be opened, or is not a regular file.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(_NOT_REGULAR.format(path))
-    return os.fdopen(descriptor, "rb")
+    return sorted(walk(folder, frozenset()), key=lambda path: path.relative_to(folder).as_posix())
 
 
 def fingerprint(read: Callable[[int, int], bytes], size: int) -> str:
@@ -131,80 +134,49 @@ class TokenFile:
         offset: Bytes before the first token.
         size: Number of tokens; by default all that follow.
 
-    Raises:
-        OSError: The file can't be opened, or is not a regular file.
+    Attributes:
+        fingerprint: Checksum of the full file, as hexadecimal digits.
     """
 
     def __init__(
         self, path: Path, dtype: npt.DTypeLike, offset: int = 0, size: int | None = None
     ) -> None:
         self.dtype: np.dtype[Any] = np.dtype(dtype)
-        self._file = _CheckedFile(path)
-        self._offset = offset
-        self.size = (self._file.size - offset) // self.dtype.itemsize if size is None else size
-
-    @property
-    def fingerprint(self) -> str:
-        """Checksum of the full file, as hexadecimal digits."""
-        return self._file.fingerprint
+        self._path, self._offset = path, offset
+        self._status = path.stat()
+        self._bytes = self._status.st_size
+        self.fingerprint = self._fingerprint()
+        self.size = (self._bytes - offset) // self.dtype.itemsize if size is None else size
 
     def part(self, start: int, stop: int) -> TokenFile:
-        """Returns tokens `start` to `stop` of the same open file, without reading it."""
-        view = object.__new__(TokenFile)
-        view.dtype, view._file, view.size = self.dtype, self._file, stop - start
-        view._offset = self._offset + start * self.dtype.itemsize
+        """Returns tokens `start` to `stop` without reading them."""
+        view = copy.copy(self)
+        view._offset, view.size = self._offset + start * self.dtype.itemsize, stop - start
         return view
 
-    def __len__(self) -> int:
-        return self.size
-
     def __getitem__(self, at: slice) -> IntArray:
-        """Reads a slice.
+        """Reads a slice of neighbouring tokens.
 
         Raises:
             DataChanged: The file has other content than before.
         """
-        start, stop, step = at.indices(self.size)
-        if step != 1:
-            raise ValueError(f"step={step}: a token file supports slices with step 1 only")
+        start, stop, _ = at.indices(self.size)
         item = self.dtype.itemsize
-        content = self._file.read(self._offset + start * item, max(0, stop - start) * item)
+        content, now = self._read(self._offset + start * item, max(0, stop - start) * item)
+        if _version(now) != _version(self._status):
+            if now.st_size < self._bytes or self._fingerprint() != self.fingerprint:
+                raise DataChanged(str(self._path), difference(self._status, now))
+            self._status = now  # written again, with the same content
         return np.frombuffer(content, self.dtype)
 
-    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> IntArray:
-        return np.asarray(self[:], dtype)
+    def _fingerprint(self) -> str:
+        return fingerprint(lambda *place: self._read(*place)[0], self._bytes)
+
+    def _read(self, start: int, size: int) -> tuple[bytes, os.stat_result]:
+        with reopen(self._path, str(self._path)) as file:
+            file.seek(start)
+            return file.read(size), os.fstat(file.fileno())
 
 
-class _CheckedFile:
-    """An open file with its status and fingerprint of when it was opened."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = open_regular(path)
-        weakref.finalize(self, self._file.close)
-        self._status = self._now()
-        self.size = self._status.st_size
-        self.fingerprint = fingerprint(self._read, self.size)
-
-    def read(self, start: int, size: int) -> bytes:
-        now = self._now()
-        before = self._status
-        if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-            if now.st_size < self.size or fingerprint(self._read, self.size) != self.fingerprint:
-                raise DataChanged(str(self._path), difference(before, now))
-            self._status = now  # written, with the same content
-        return self._read(start, size)
-
-    def _now(self) -> os.stat_result:
-        return os.fstat(self._file.fileno())
-
-    def _read(self, start: int, size: int) -> bytes:
-        parts: list[bytes] = []
-        left = size
-        while left:
-            part = os.pread(self._file.fileno(), left, start + size - left)
-            if not part:
-                raise DataChanged(str(self._path), difference(self._status, self._now()))
-            parts.append(part)
-            left -= len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+def _version(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_size, status.st_mtime_ns, status.st_ino

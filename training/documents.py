@@ -8,81 +8,28 @@ packed in its own order.
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from training.packing import Document, Lane, Row, row_of
-from training.records import Record, Records, conversations, template_options
+from training.answers import answers_in
+from training.packing import Counts, Document, Lane, Row, row_of
+from training.records import Completion, Records, parse
 from training.show import human_count, printable
-from training.tokenizer import Tokenizer
+from training.tokenizer import Ids, Tokenizer
 
 if TYPE_CHECKING:
     import grain  # at run time inside the functions: it imports jax
 
-Arrays = tuple[Any, ...]
-DESCRIPTIONS = {
-    "whole": "unchanged",
-    "cut": "truncated",
-    "dropped": "dropped",
-    "empty": "left out, with nothing to learn within a row",
-    "refused": "left out, not accepted by the tokenizer",
-}
+Arrays = tuple[np.ndarray, ...]
+Place = list[list[int]]  # of each lane
 HELD_OUT = 10  # every so many documents one
 TRIED = 100  # held-out documents that are tried as the prompt of a sample
 LOOKED = 1000  # documents that the outlook of a run reads
 ENDS_LOOKED = 8  # documents of each source in which `ends` looks for end tokens
 AHEAD = 2  # batches that are made while the devices work
-
-
-class Tokenized(NamedTuple):
-    """A document in tokens, or the reason to leave it out."""
-
-    document: Document | None
-    kind: str
-    size: int = 0
-    reason: str = ""
-
-
-@dataclasses.dataclass
-class Counts:
-    """Numbers of documents by their treatment, each counted as often as it is read.
-
-    Attributes:
-        whole, cut, dropped, empty, refused: Numbers; `DESCRIPTIONS` says of which documents.
-        reason: Message of the first document that was refused.
-        longest: Tokens of the longest document.
-    """
-
-    whole: int = 0
-    cut: int = 0
-    dropped: int = 0
-    empty: int = 0
-    refused: int = 0
-    reason: str = ""
-    longest: int = 0
-
-    def count(self, document: Tokenized) -> None:
-        """Counts a document."""
-        self.add(Counts(**{document.kind: 1}, reason=document.reason, longest=document.size))
-
-    def add(self, other: Counts) -> None:
-        """Adds the documents that another counted."""
-        for kind in DESCRIPTIONS:
-            setattr(self, kind, getattr(self, kind) + getattr(other, kind))
-        self.reason = self.reason or other.reason
-        self.longest = max(self.longest, other.longest)
-
-    def __str__(self) -> str:
-        numbers = ((getattr(self, kind), text) for kind, text in DESCRIPTIONS.items())
-        text = ", ".join(f"{n:,} {text}" for n, text in numbers if n) or "none"
-        if self.cut or self.dropped or self.empty:
-            text += f", longest {self.longest:,} tokens"
-        return text + (f" ({self.reason})" if self.reason else "")
 
 
 class Source(NamedTuple):
@@ -92,33 +39,6 @@ class Source(NamedTuple):
     weight: float
 
 
-def sources_of(data: str) -> list[tuple[Path, float]]:
-    """Splits the value of `--data` into paths and weights.
-
-    Raises:
-        ValueError: A weight is not a number above 0.
-
-    >>> sources_of("chat.jsonl=3,more=1")
-    [(PosixPath('chat.jsonl'), 3.0), (PosixPath('more'), 1.0)]
-    """
-    if Path(data).exists() or "=" not in data:
-        return [(Path(data), 1.0)]
-    sources = []
-    for part in data.split(","):
-        path, _, number = part.rpartition("=")
-        try:
-            weight = float(number)
-        except ValueError:
-            weight = 0.0  # raises below
-        if not path or not 0 < weight < float("inf"):
-            raise ValueError(
-                f"--data {data}: {part!r} must be a path and a weight above 0, for example "
-                "chat.jsonl=3,more.parquet=1"
-            )
-        sources.append((Path(path), weight))
-    return sources
-
-
 class Documents:
     """Documents as batches of rows.
 
@@ -126,7 +46,7 @@ class Documents:
         sources: At least one, each of two documents or more.
         tokenizer: Tokenizer of the model.
         seq: Sequence length S.
-        batch: Rows B of the global batch.
+        batch: Rows B of the global batch, a multiple of the number of processes.
         seed: Seed of the order.
         loss_on: "assistant", or "all" tokens.
         long: Treatment of documents of more than S + 1 tokens: "truncate", "drop" or "error".
@@ -218,92 +138,68 @@ class Documents:
         source whose documents are all left out counts 0 epochs.
         """
         looked, counts = min(LOOKED, self._epoch), Counts()
-        accepted = [False] * len(self._sources)
+        accepted = set()
 
-        def read(number: int) -> Document | None:
+        def read(number: int) -> tuple[Document | None, Counts]:
+            nonlocal counts
             source, at = self._stream[number]
-            tokenized = self._read(source, at)
-            counts.count(tokenized)
-            accepted[source] |= tokenized.document is not None
-            return tokenized.document
+            document, count = self._read(source, at)
+            counts += count
+            if document is not None:
+                accepted.add(source)
+            return document, count
 
         rows = len(_rows(Lane(read, self._seq, 0, 1, end=looked), looked))
         drawn = steps * self._batch * looked / max(rows, 1)
         total = sum(source.weight for source in self._sources)
         epochs = []
-        for source, size, some in zip(self._sources, self._train, accepted, strict=True):
-            number = drawn * source.weight / total / size if some else 0
-            epochs.append(f"{human_count(number)} epochs of {source.records.name}")
+        for number, (records, weight) in enumerate(self._sources):
+            passes = drawn * weight / total / self._train[number] if number in accepted else 0
+            epochs.append(f"{human_count(passes)} epochs of {records.name}")
         which = "all" if looked == self._epoch else "the first"
         return (
             f"{which} {looked:,} documents in rows of {self._seq} tokens: {counts}; "
             f"{steps:,} steps are {', '.join(epochs)}"
         )
 
-    def batches(self, place: Any, index: int, count: int) -> Iterator[tuple[Arrays, Any]]:
-        """Yields this process's rows of each batch, and the place of its lanes after it.
+    def batches(
+        self, place: Place | None, index: int, count: int
+    ) -> Iterator[tuple[Arrays, Place]]:
+        """Yields rows of process `index` of `count`, and the place of its lanes after them.
 
-        `counts` has the documents of the batches that were returned, not those read ahead.
-
-        Args:
-            place: Place of all lanes to resume from; None for the beginning.
-            index: Index of this process.
-            count: Number of processes.
-
-        Returns:
-            An endless iterator of ((tokens, weights, segments, positions), place).
+        The rows are (tokens, weights, segments, positions), without end, from the place of all
+        lanes on; None is the beginning. `counts` has the documents of the batches that were
+        returned, not those read ahead.
         """
-        rows, counts = self._batch // count, Counts()
-        lanes = [
-            self._lane(place[number] if place else [number], counts)
-            for number in range(index * rows, (index + 1) * rows)
-        ]
+        each, lanes = self._batch // count, []
+        for number in range(index * each, (index + 1) * each):
+            following, *waiting = place[number] if place else [number]
+            lanes.append(
+                Lane(
+                    lambda at: self._read(*self._stream[at]),
+                    *(self._seq, following, self._batch, waiting),
+                    patience=self._epoch,
+                )
+            )
 
-        def packed() -> Iterator[tuple[Arrays, Any, Counts]]:
+        def packed() -> Iterator[tuple[Arrays, Place, Counts]]:
             while True:
                 arrays = _stacked([row for lane in lanes if (row := lane.row()) is not None])
-                yield arrays, [lane.place for lane in lanes], dataclasses.replace(counts)
+                counts = sum((lane.counts for lane in lanes), Counts())
+                yield arrays, [lane.place for lane in lanes], counts
 
         made = packed()  # a generator: after an error, what is queued behind it ends at once
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            waiting = [thread.submit(next, made) for _ in range(AHEAD)]
+            ahead = [thread.submit(next, made) for _ in range(AHEAD)]
             while True:
-                waiting.append(thread.submit(next, made))
-                arrays, after, self.counts = waiting.pop(0).result()
+                ahead.append(thread.submit(next, made))
+                arrays, after, self.counts = ahead.pop(0).result()
                 yield arrays, after
 
-    def _lane(self, place: Sequence[int], counts: Counts) -> Lane:
-        """A lane of the endless stream. A document is counted when it is packed, and those that
-        are left out with the next one that is not."""
-        left_out = Counts()
-        uncounted: dict[int, Counts] = {}
-
-        def read(number: int) -> Document | None:
-            nonlocal left_out
-            tokenized = self._read(*self._stream[number])
-            left_out.count(tokenized)
-            if tokenized.document is not None:
-                uncounted[number], left_out = left_out, Counts()
-            return tokenized.document
-
-        def used(number: int) -> None:
-            counts.add(uncounted.pop(number))
-
-        following, *waiting = place
-        return Lane(
-            *(read, self._seq, following, self._batch, waiting), patience=self._epoch, used=used
-        )
-
     def held_out(self, index: int, count: int, most: int | None = None) -> Iterator[Arrays]:
-        """Yields this process's rows of one pass over the held-out documents, in order.
-
-        Args:
-            index: Index of this process.
-            count: Number of processes.
-            most: Number of batches to stop after; None for all.
-        """
+        """Yields this process's rows of one pass, at most `most` batches, in order."""
         order = self.held_out_documents
-        lane = Lane(lambda at: self._read(*order[at]).document, self._seq, 0, 1, end=len(order))
+        lane = Lane(lambda at: self._read(*order[at]), self._seq, 0, 1, end=len(order))
         each, done = self._batch // count, 0
         while (most is None or done < most) and (rows := _rows(lane, self._batch)):
             rows += [row_of([], self._seq)] * (self._batch - len(rows))
@@ -318,29 +214,26 @@ class Documents:
         """Returns no losses: tokens of documents are not counted."""
         return {}
 
-    def prompt(self, most: int) -> np.ndarray | None:
+    def prompt(self, most: int) -> Ids | None:
         """Returns the first held-out document, up to its last answer, that fits in `most` tokens.
 
         None if there is none.
         """
         for source, at in self.held_out_documents[:TRIED]:
-            try:
-                prompt = self._prompt(self._sources[source].records[at], most)
-            except ValueError:  # the template does not accept it
-                continue
+            content = parse(self._sources[source].records[at])
+            if isinstance(content, Completion):
+                prompt = self._tokenizer.opening(content.prompt or content.completion)
+                prompt = prompt if content.prompt else prompt[: most // 2]
+            else:
+                messages, _, options = content
+                last = max(answers_in(messages), default=len(messages))
+                try:
+                    prompt = self._tokenizer.prompt(messages[:last], options)
+                except ValueError:  # the template does not accept it
+                    continue
             if 1 <= len(prompt) <= most:
                 return prompt
         return None
-
-    def _prompt(self, record: Record, most: int) -> np.ndarray:
-        messages = conversations(record)
-        if messages is not None:
-            answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-            asked = messages[: answers[-1]] if answers else messages
-            return self._tokenizer.prompt(asked, template_options(record))
-        if "prompt" in record:
-            return self._tokenizer.opening(record["prompt"])
-        return self._tokenizer.opening(record["text"])[: most // 2]
 
     def show(self, tokens: Sequence[int], prompt_size: int) -> str:
         """Returns the text up to the end of the answer, which begins after `prompt_size` tokens."""
@@ -361,20 +254,20 @@ class Documents:
             return streams[0]
         return grain.MapDataset.mix(streams, weights=[source.weight for source in self._sources])
 
-    def _read(self, source: int, at: int) -> Tokenized:
+    def _read(self, source: int, at: int) -> tuple[Document | None, Counts]:
         """Tokenizes a document, and truncates it or leaves it out if it is longer than a row."""
         try:
             ids, mask = self._tokenized(self._sources[source].records, at)
         except ValueError as error:
-            return Tokenized(None, "refused", reason=str(error))
+            return None, Counts(refused=1, reason=str(error))
         size, kind = len(ids), "whole"
         if size > self._seq + 1:
             if self._long != "truncate":
-                return Tokenized(None, "dropped", size)
+                return None, Counts(dropped=1, longest=size)
             kind, ids, mask = "cut", ids[: self._seq + 1], mask[: self._seq + 1]
         if not mask[1:].any():
-            return Tokenized(None, "empty", size)
-        return Tokenized((ids, mask), kind, size)
+            return None, Counts(empty=1, longest=size)
+        return (ids, mask), Counts(**{kind: 1}, longest=size)
 
     def _tokenized(self, records: Records, at: int) -> Document:
         try:
@@ -388,16 +281,15 @@ class Documents:
         If `long` is "error", raises it if any document is refused or longer than a row.
         """
         first: ValueError | None = None
-        for at in range(min(TRIED, len(records))):
+        for at in range(min(TRIED, len(records)) if self._long != "error" else 0):
             try:
                 self._tokenized(records, at)
-                break
+                return
             except ValueError as error:
                 first = first or error
-        else:
-            assert first is not None
+        if first is not None:
             raise first
-        for at in range(len(records) if self._long == "error" else 0):
+        for at in range(len(records)):
             ids, _ = self._tokenized(records, at)
             if len(ids) > self._seq + 1:
                 raise ValueError(

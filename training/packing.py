@@ -8,6 +8,7 @@ fits, and so on. The number of the next document and those that wait are all tha
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -19,6 +20,47 @@ LOOK = 16  # documents of a lane that wait to be packed
 Document = tuple[Ids, Mask]
 # Tokens (S + 1), then weights of the targets, documents and positions of the inputs, (S) each.
 Row = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], Ids, Ids]
+DESCRIPTIONS = {
+    "whole": "unchanged",
+    "cut": "truncated",
+    "dropped": "dropped",
+    "empty": "left out, with nothing to learn within a row",
+    "refused": "left out, not accepted by the tokenizer",
+}
+
+
+@dataclasses.dataclass
+class Counts:
+    """Numbers of documents by their treatment, each counted as often as it is read.
+
+    Attributes:
+        whole, cut, dropped, empty, refused: Numbers; `DESCRIPTIONS` says of which documents.
+        reason: Message of the first document that was refused.
+        longest: Tokens of the longest document.
+    """
+
+    whole: int = 0
+    cut: int = 0
+    dropped: int = 0
+    empty: int = 0
+    refused: int = 0
+    reason: str = ""
+    longest: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        numbers = {kind: getattr(self, kind) + getattr(other, kind) for kind in DESCRIPTIONS}
+        reason, longest = self.reason or other.reason, max(self.longest, other.longest)
+        return Counts(**numbers, reason=reason, longest=longest)
+
+    def __str__(self) -> str:
+        numbers = ((getattr(self, kind), text) for kind, text in DESCRIPTIONS.items())
+        text = ", ".join(f"{n:,} {text}" for n, text in numbers if n) or "none"
+        if self.cut or self.dropped or self.empty:
+            text += f", longest {self.longest:,} tokens"
+        return text + (f" ({self.reason})" if self.reason else "")
+
+
+Read = Callable[[int], tuple[Document | None, Counts]]  # None: the document is left out
 
 
 def row_of(documents: Sequence[Document], seq: int) -> Row:
@@ -52,7 +94,8 @@ class Lane:
     """Documents `following`, `following + step` and so on, packed in rows.
 
     Args:
-        read: Returns the document of a number, of at most `seq + 1` tokens; None to leave it out.
+        read: Returns the document of a number, of at most `seq + 1` tokens, or None to leave it
+            out; and its count.
         seq: Sequence length S.
         following: Number of the document that is read next.
         step: Difference of the numbers of neighbouring documents.
@@ -60,12 +103,14 @@ class Lane:
             then, waits no longer.
         end: Number that no document reaches; None for an endless order.
         patience: Number of documents in a row that may be left out.
-        used: Called with the number of each document that is packed.
+
+    Attributes:
+        counts: Documents that are packed; those that are left out are counted with the next one.
     """
 
     def __init__(
         self,
-        read: Callable[[int], Document | None],
+        read: Read,
         seq: int,
         following: int,
         step: int,
@@ -73,13 +118,15 @@ class Lane:
         *,
         end: int | None = None,
         patience: int = 10**6,
-        used: Callable[[int], None] = lambda number: None,
     ) -> None:
         self._read, self._seq, self._step, self._end = read, seq, step, end
-        self._patience, self._used = patience, used
-        self.following = following
-        documents = {number: read(number) for number in waiting}
-        self._waiting = {n: document for n, document in documents.items() if document is not None}
+        self._patience = patience
+        self.following, self.counts = following, Counts()
+        self._waiting: dict[int, tuple[Document, Counts]] = {}
+        for number in waiting:
+            document, counts = read(number)
+            if document is not None:
+                self._waiting[number] = document, counts
 
     @property
     def place(self) -> list[int]:
@@ -92,22 +139,25 @@ class Lane:
         room = self._seq + 1
         while True:
             self._fill()
-            fitting = [n for n, (ids, _) in self._waiting.items() if len(ids) <= room]
+            sizes = {number: len(ids) for number, ((ids, _), _) in self._waiting.items()}
+            fitting = [number for number, size in sizes.items() if size <= room]
             if not fitting:
                 return row_of(packed, self._seq) if packed else None
             # max returns the first of equal ones.
-            number = max(fitting, key=lambda n: len(self._waiting[n][0])) if packed else fitting[0]
-            self._used(number)
-            packed.append(self._waiting.pop(number))
-            room -= len(packed[-1][0])
+            number = max(fitting, key=sizes.__getitem__) if packed else fitting[0]
+            document, counts = self._waiting.pop(number)
+            self.counts += counts
+            packed.append(document)
+            room -= len(document[0])
 
     def _fill(self) -> None:
-        left_out = 0
+        left_out, counts = 0, Counts()
         while len(self._waiting) < LOOK and (self._end is None or self.following < self._end):
-            document = self._read(self.following)
+            document, count = self._read(self.following)
+            counts += count
             if document is not None:
-                self._waiting[self.following] = document
-                left_out = 0
+                self._waiting[self.following] = document, counts
+                left_out, counts = 0, Counts()
             elif (left_out := left_out + 1) > self._patience:
                 raise ValueError(
                     f"{left_out} documents in a row have nothing to learn within {self._seq + 1} "

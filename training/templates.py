@@ -1,20 +1,29 @@
-"""Rendering of chat templates in a process with limits of time and memory."""
+"""Rendering of chat templates in a process with limits of time and memory.
+
+A chat template is a program from a model's folder. The sandbox of transformers keeps it from
+reading files, but not from nested loops or a text of many gigabytes: only the operating system
+bounds those. This file is also the script of that process. Requests and replies are lines of JSON
+on its stdin and stdout; it ends with its stdin.
+"""
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import json
+import re
+import resource
 import signal
 import subprocess
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 SECONDS = 10  # of CPU time, for one text
 TRIES = 3  # conversations in a row that may exceed a limit
-_WORKER = Path(__file__).with_name("template_worker.py")
+MEMORY = 2**30  # bytes beyond the process's own
+CHARACTERS = 2**26  # of one text
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
 
 class TemplateError(Exception):
@@ -36,19 +45,11 @@ class Renderer:
         template: str,
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
-        *,
-        marks: bool = False,
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """Renders a conversation.
+    ) -> tuple[str, list[tuple[int, int]] | None]:
+        """Returns a conversation's text, and the places of its {% generation %} blocks.
 
-        Args:
-            template: Source in Jinja.
-            messages: The conversation, in the types of JSON.
-            variables: Further variables of the template.
-            marks: Find the {% generation %} blocks.
-
-        Returns:
-            The text, and start and end of each block in it (none without `marks`).
+        Messages and further variables are of the types of JSON. Without such blocks in the
+        template the places are None.
 
         Raises:
             TemplateError: The template raises an error, takes more than 10 s or 1 GB, or did so for
@@ -59,12 +60,14 @@ class Renderer:
                 f"it exceeded {SECONDS} s or its memory limit for {TRIES} conversations in a row: "
                 "use another template"
             )
-        request = {"template": template, "messages": messages, "variables": variables}
-        try:
-            line = json.dumps({**request, "marks": marks}, default=str)
-        except (ValueError, RecursionError) as error:
-            raise TemplateError(f"a message can't be passed to it: {error}") from error
-        reply = self._request(line)
+        marks = _GENERATION.search(template) is not None
+        request = {
+            **variables,
+            "chat_template": template,
+            "conversations": [messages],
+            "return_assistant_tokens_mask": marks,
+        }
+        reply = self._request(json.dumps([SECONDS, request], default=str))
         if "limit" in reply:
             self._exceeded[template] = self._exceeded.get(template, 0) + 1
             raise TemplateError(
@@ -73,20 +76,18 @@ class Renderer:
         self._exceeded.pop(template, None)
         if "error" in reply:
             raise TemplateError(reply["error"])
-        return reply["text"], [(start, end) for start, end in reply["blocks"]]
+        return reply["text"], [(start, end) for start, end in reply["blocks"]] if marks else None
 
     def _request(self, line: str) -> dict[str, Any]:
         for _ in range(2):  # again if something else ended the process
             process = self._start()
             assert process.stdin is not None and process.stdout is not None
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(line + "\n")
                 process.stdin.flush()
                 if answer := process.stdout.readline():
                     reply: dict[str, Any] = json.loads(answer)
                     return reply
-            except BrokenPipeError:
-                pass
             self._process = None
             if process.wait() == -signal.SIGXCPU:
                 return {"limit": f"{SECONDS} s of CPU time"}
@@ -94,10 +95,8 @@ class Renderer:
 
     def _start(self) -> subprocess.Popen[str]:
         if self._process is None:
-            if importlib.util.find_spec("jinja2") is None:
-                raise TemplateError("jinja2 is not installed: pip install 'zero_jax[chat]'")
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(_WORKER), str(SECONDS)],
+                [sys.executable, "-P", __file__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -114,7 +113,45 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            try:
+            with contextlib.suppress(OSError):  # a request was not written yet
                 pipe.close()
-            except OSError:  # a request was not written yet
-                continue
+
+
+def _limit_time(seconds: int) -> None:
+    """Bounds the CPU time of this process from now on; a signal ends it."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    soft = int(used.ru_utime + used.ru_stime) + 1 + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+
+
+def _serve() -> None:
+    """Answers requests until stdin ends."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the parent
+        signal.signal(number, signal.SIG_IGN)
+    # Where /proc or a limit is missing (macOS), the CPU time still bounds a template.
+    with contextlib.suppress(OSError, ValueError):
+        with open("/proc/self/statm") as file:
+            size = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    for line in sys.stdin:
+        try:
+            seconds, request = json.loads(line)
+            _limit_time(seconds)
+            (text,), blocks = render_jinja_template(**request)
+            if len(text) > CHARACTERS:
+                raise MemoryError
+            answer = json.dumps({"text": text, "blocks": blocks[0] if blocks else []})
+        except MemoryError:
+            limit = f"{MEMORY:.2g} bytes of memory or {CHARACTERS:.2g} characters"
+            answer = json.dumps({"limit": limit})
+        except Exception as error:  # a template may raise any type
+            answer = json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]})
+        print(answer, flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,26 +1,44 @@
-"""Text and token files as one flat array of token ids.
+"""Windows of one text or token file as batches, in the same order for any number of processes.
 
-Without a source it is the English text of every CPython (`pydoc_data.topics`), so a first run needs
-no download; it differs a little between Python releases. A token of text is a byte (256 ids). Files
-are read by slices, so they may be larger than memory.
+Without a file it is the English text of every CPython (`pydoc_data.topics`), so a first run needs
+no download; it differs a little between Python releases. A token of text is a byte (256 ids), or
+one of a tokenizer. Files are read by slices, so they may be larger than memory.
+
+A sample is `S + 1` tokens: `S` inputs, and the same shifted by one as targets. Samples start `S`
+tokens apart, so each token but the first is a target once per epoch. Training leaves out a last
+sample that is shorter; evaluation pads it.
+
+Batch `i` of `B` rows holds samples `i B` to `(i + 1) B`, and process `p` of `P` reads its `B / P`
+consecutive rows. Resuming reads no earlier sample, because grain computes its shuffle by index.
 """
 
 from __future__ import annotations
 
 import codecs
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from training.data_files import IntArray, TokenFile, check_regular, files_in, fingerprint
-from training.show import printable
+from training.show import human_count, printable
+from training.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import grain  # at run time inside the functions: it imports jax
 
 TokenArray = IntArray | TokenFile
+Batch = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.float32]
 
 CHUNK = 1 << 22  # tokens that are checked at once
+COUNTED = 1 << 24  # tokens of which entropies are computed: 2 s
+HELD_OUT = 0.1  # of the tokens
+PROMPT = 16  # held-out tokens at the beginning of a generated sample
 TOKEN_FILES = (".bin", ".npy")
 
 
@@ -67,33 +85,36 @@ def load_tokens(source: str | os.PathLike[str] | None, vocab: int) -> Tokens:
     """
     if not 1 <= vocab < 2**31:
         raise ValueError(f"vocab={vocab}: it must be from 1 to 2**31 - 1, as batches are int32")
-    if source is not None and not str(source):
-        raise ValueError("source='': give a path, or leave it out for the built-in text")
-    path = None if source is None else Path(source)
-    suffix = "" if path is None else path.suffix.lower()
-
-    tokens: TokenArray
-    if path is None:
-        tokens = _read_builtin()
-    elif not path.exists():
-        raise FileNotFoundError(
-            f"{path} does not exist: check the path, or leave it out for the built-in text"
-        )
-    elif path.is_dir():
-        tokens = _read_folder(path)
-    elif suffix == ".bin":
-        tokens = _open_bin(path)
+    name, byte_level = "pydoc_data.topics", True
+    if source is None:
+        tokens: TokenArray = _read_builtin()
     else:
-        tokens = _open_npy(path) if suffix == ".npy" else _open_text(path)
+        path = Path(source)
+        if not path.exists():
+            raise FileNotFoundError(
+                f"{path} does not exist: check the path, or leave it out for the built-in text"
+            )
+        name, byte_level = path.resolve().name, path.suffix.lower() not in TOKEN_FILES
+        if path.is_dir():
+            byte_level, files = True, files_in(path)
+            if ids := next((file for file in files if file.suffix.lower() in TOKEN_FILES), None):
+                raise ValueError(
+                    f"{ids} has the name of a file of token ids, and a folder holds text files "
+                    "only: name one file, or move it elsewhere"
+                )
+            parts = [_open_text(file)[:] for file in files]
+            tokens = np.concatenate([np.zeros(0, np.uint8), *parts])
+        elif byte_level:
+            tokens = _open_text(path)
+        else:
+            tokens = _open_bin(path) if path.suffix.lower() == ".bin" else _open_npy(path)
     if tokens.size == 0:
         raise ValueError(f"{source} is empty: give a text of at least one token")
-    name = "pydoc_data.topics" if path is None else path.resolve().name
     check_range(tokens, vocab, name)
-    byte_level = path is None or path.is_dir() or suffix not in TOKEN_FILES
     return Tokens(tokens, name, byte_level)
 
 
-def check_range(tokens: TokenArray, vocab: int, name: str = "tokens") -> None:
+def check_range(tokens: TokenArray, vocab: int, name: str) -> None:
     """Raises ValueError, with the position and the value, if a token is outside `[0, vocab)`."""
     limits = np.iinfo(tokens.dtype)
     if limits.min >= 0 and limits.max < vocab:
@@ -112,41 +133,24 @@ def check_range(tokens: TokenArray, vocab: int, name: str = "tokens") -> None:
             )
 
 
-def split(
-    tokens: TokenArray, fraction: float = 0.1, *, seq: int = 1
-) -> tuple[TokenArray, TokenArray]:
-    """Holds out the last `fraction` of the tokens; both parts are views.
-
-    Args:
-        tokens: Token ids `(N,)`.
-        fraction: Part to hold out, between 0 and 1.
-        seq: Sequence length of the run; either part must fill one sequence of `seq + 1` tokens.
-
-    Returns:
-        The training tokens and the held-out tokens.
+def split(tokens: TokenArray, seq: int) -> tuple[TokenArray, TokenArray]:
+    """Returns the training tokens and the last tenth, which is held out; both are views.
 
     Raises:
-        ValueError: `fraction` is not between 0 and 1, or a part is too short.
+        ValueError: A part does not fill one sequence of `seq + 1` tokens.
 
-    >>> [part.tolist() for part in split(np.arange(5), 0.4)]
-    [[0, 1, 2], [3, 4]]
+    >>> [part.size for part in split(np.arange(50), seq=4)]
+    [45, 5]
     """
-    if not 0 < fraction < 1:
-        raise ValueError(f"fraction={fraction}: it must be above 0 and below 1")
-    cut = tokens.size - round(tokens.size * fraction)
-    train: TokenArray
-    held_out: TokenArray
-    if isinstance(tokens, TokenFile):
-        train, held_out = tokens.part(0, cut), tokens.part(cut, tokens.size)
-    else:
-        train, held_out = tokens[:cut], tokens[cut:]
-    if min(train.size, held_out.size) < seq + 1:
+    cut = tokens.size - round(tokens.size * HELD_OUT)
+    if min(cut, tokens.size - cut) < seq + 1:
         raise ValueError(
-            f"fraction={fraction:g} of {tokens.size} tokens leaves {train.size} to train on and "
-            f"{held_out.size} held out, and each needs seq + 1 = {seq + 1}: "
-            "use more text, a shorter --seq-len or another fraction"
+            f"{tokens.size} tokens leave {cut} to train on and {tokens.size - cut} held out, and "
+            f"each needs seq + 1 = {seq + 1}: use more text, or a shorter --seq-len"
         )
-    return train, held_out
+    if isinstance(tokens, TokenFile):
+        return tokens.part(0, cut), tokens.part(cut, tokens.size)
+    return tokens[:cut], tokens[cut:]
 
 
 def decode(tokens: npt.ArrayLike) -> str:
@@ -162,6 +166,155 @@ def decode(tokens: npt.ArrayLike) -> str:
     return printable(as_bytes.tobytes().decode("utf-8", errors="replace"))
 
 
+def entropies(tokens: TokenArray, vocab: int) -> dict[str, float]:
+    """Returns the entropies `H(x)` and `H(x_t | x_{t-1})` of a text, in nats per token.
+
+    A model with a loss below the bigram entropy of its text has learned more than pairs of tokens.
+    The counts are of the first `COUNTED` tokens of the same text. Where most pairs are rare (a
+    large vocabulary, a short text) the result is lower than any model could reach on new text.
+
+    Source: Shannon, Prediction and Entropy of Printed English (1951), F1 and F2.
+
+    >>> entropies(np.array([0, 1, 0, 1, 0]), vocab=2)["bigram entropy"]
+    0.0
+    """
+    ids = tokens[:COUNTED].astype(np.int64)
+    _, counts = np.unique(ids, return_counts=True)
+    pairs, pair_counts = np.unique(ids[:-1] * vocab + ids[1:], return_counts=True)
+    _, first = np.unique(pairs // vocab, return_inverse=True)  # tokens of the pairs
+    totals = np.bincount(first, weights=pair_counts)[first]
+    bigrams = np.sum(pair_counts * np.log(totals / pair_counts)) / (ids.size - 1)
+    unigrams = np.sum(counts * np.log(ids.size / counts)) / ids.size
+    return {"unigram entropy": float(unigrams), "bigram entropy": float(bigrams)}
+
+
+class Text:
+    """One text as windows of `S + 1` tokens; the last tenth is held out.
+
+    Args:
+        corpus: Tokens of the text.
+        seq: Sequence length `S`.
+        batch: Rows `B` of the global batch, a multiple of the number of processes.
+        seed: Seed of the order.
+        tokenizer: Tokenizer of the tokens, if they are not bytes.
+
+    Raises:
+        ValueError: A part does not fill one sample.
+
+    >>> text = Text(Tokens(np.arange(40), "numbers", False), seq=2, batch=1, seed=0)
+    >>> [(rows.tolist(), mask.tolist()) for rows, mask in text.held_out(0, 1)]
+    [([[36, 37, 38]], [[1.0, 1.0]]), ([[38, 39, 0]], [[1.0, 0.0]])]
+    """
+
+    temperature = 0.8  # of generated samples
+    counts = None  # no document is left out
+
+    def __init__(
+        self, corpus: Tokens, seq: int, batch: int, seed: int, tokenizer: Tokenizer | None = None
+    ) -> None:
+        self._corpus, self._tokenizer = corpus, tokenizer
+        self._seq, self._batch, self._seed = seq, batch, seed
+        self.train, self.rest = split(corpus.tokens, seq)
+        self.name, self.byte_level = corpus.name, corpus.byte_level
+        self.unit = "byte" if corpus.byte_level else "token"
+        self.facts = {"train_tokens": self.train.size, "held_out_tokens": self.rest.size}
+        self.held_out_size = f"{self.rest.size:,} held-out {self.unit}s"
+        self.order = {  # settings that determine the order of samples
+            "corpus": self.name,
+            "train_tokens": self.train.size,
+            "seq_len": seq,
+            "seed": seed,
+        }
+        self.ends: list[int] = []  # a window ends anywhere
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Number of full windows of the training text."""
+        return (self.train.size - 1) // self._seq
+
+    @property
+    def contents(self) -> dict[str, str]:
+        """Checksum of the text or its tokens, by the flag that names it."""
+        return {"data": self._corpus.fingerprint}
+
+    def outlook(self, steps: int) -> str:
+        """Describes how many epochs a run of `steps` steps is."""
+        epochs = steps * self._batch / self.samples_per_epoch
+        return f"{steps:,} steps are {human_count(epochs)} epochs of {self.name}"
+
+    def batches(
+        self, place: int | None, index: int, count: int
+    ) -> Iterator[tuple[tuple[Batch], int]]:
+        """Yields rows of process `index` of `count`, (tokens,) of `(B / P, S + 1)`, without end.
+
+        The place after each batch is the number of samples that all processes have used; None is
+        0. Every epoch has a new order, which depends on the seed and not on the processes.
+        """
+        import grain
+
+        start = place or 0
+        # grain shuffles epoch e with seed + e: neighbouring seeds would share their epochs.
+        seed = int(np.random.SeedSequence(self._seed).generate_state(1)[0])
+        samples = grain.MapDataset.range(self.samples_per_epoch).shuffle(seed=seed)
+        # 2**62 samples stand for endless: grain's own length, 2**63 - 1, overflows in batches of 1.
+        endless = samples.repeat()[start : 2**62].map(lambda at: self._sample(self.train, at)[0])
+        for rows in _iterate(endless.batch(self._batch // count)[index::count]):
+            start += self._batch
+            yield (rows,), start
+
+    def held_out(
+        self, index: int, count: int, most: int | None = None
+    ) -> Iterator[tuple[Batch, Mask]]:
+        """Returns this process's rows of one pass over the held-out tokens, at most `most` batches.
+
+        Rows are int32 `(B / P, S + 1)`, with a float32 mask over targets, `(B / P, S)`. Each token
+        but the first is a target once. The last batch is padded with token 0 under mask 0. All
+        processes get the same number of batches, so the exact mean loss is
+        `sum(mask * loss) / sum(mask)` with both sums over all batches and processes.
+        """
+        import grain
+
+        padded = grain.MapDataset.range(self.held_out_batches() * self._batch)
+        samples = padded.map(lambda at: self._sample(self.rest, at))
+        return _iterate(samples.batch(self._batch // count)[index::count][:most])
+
+    def held_out_batches(self) -> int:
+        """Returns the number of batches of such a pass."""
+        return -(-(self.rest.size - 1) // (self._seq * self._batch))
+
+    def _sample(self, tokens: TokenArray, index: int) -> tuple[Batch, Mask]:
+        """Returns a sample, padded where the text ends, and the mask of its targets."""
+        first = int(index) * self._seq
+        window = tokens[first : first + self._seq + 1]
+        row = np.zeros(self._seq + 1, np.int32)
+        row[: window.size] = window
+        return row, (np.arange(1, self._seq + 1) < window.size).astype(np.float32)
+
+    def marks(self, vocab: int) -> dict[str, float]:
+        """Returns the losses that counting tokens and pairs reaches, in nats per token."""
+        return entropies(self.rest, vocab)
+
+    def prompt(self, most: int) -> IntArray:
+        """Returns the first held-out tokens, at most `most`."""
+        return self.rest[: min(PROMPT, most)]
+
+    def show(self, tokens: Sequence[int], prompt_size: int) -> str:
+        """Returns tokens as text; the first `prompt_size` tokens are the prompt."""
+        if self.byte_level:
+            return decode(tokens)
+        if self._tokenizer is not None:
+            return printable(self._tokenizer.decode(tokens))
+        return str(list(map(int, tokens)))
+
+
+def _iterate(dataset: grain.MapDataset[Any]) -> Iterator[Any]:
+    import grain
+
+    # One thread reads two batches ahead, while the devices work; the order does not change.
+    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+    return iter(dataset.to_iter_dataset(options))
+
+
 def _read_builtin() -> IntArray:
     try:
         from pydoc_data.topics import topics
@@ -172,25 +325,6 @@ def _read_builtin() -> IntArray:
     return np.frombuffer("\n".join(topics[key] for key in sorted(topics)).encode(), np.uint8)
 
 
-def _read_folder(folder: Path) -> IntArray:
-    errors: list[Exception] = []
-    parts = []
-    for path in files_in(folder, errors.append):
-        try:
-            tokens = _open_text(path)
-            if path.suffix.lower() in TOKEN_FILES:
-                raise ValueError(f"{path} has the name of a file of token ids")
-            parts.append(tokens[:].tobytes())
-        except (OSError, ValueError) as error:
-            errors.append(error)
-    if errors:
-        raise ValueError(
-            f"{folder} must hold readable text files only, and {len(errors)} are not: move them "
-            "elsewhere, or name one file: " + "\n".join(map(str, errors[:3]))
-        )
-    return np.frombuffer(b"".join(parts), np.uint8)
-
-
 def _open_text(path: Path) -> TokenFile:
     check_regular(path)
     tokens = TokenFile(path, np.uint8)
@@ -198,15 +332,15 @@ def _open_text(path: Path) -> TokenFile:
     for start in range(0, tokens.size, CHUNK):
         part = tokens[start : start + CHUNK].tobytes()
         pending = len(decoder.getstate()[0])  # bytes of a character that began in the last part
+        problem = start + part.find(0) if 0 in part else None
         try:
-            nul = decoder.decode(part).find("\0")  # a file may end within a character
-            problem = f"NUL byte at {start + part.find(0)}" if nul >= 0 else ""
+            decoder.decode(part)  # a file may end within a character
         except UnicodeDecodeError as error:
-            problem = f"byte {start - pending + error.start}"
-        if problem:
+            problem = start - pending + error.start
+        if problem is not None:
             raise ValueError(
-                f"{path} is not UTF-8 text: {problem}; convert text to UTF-8 (iconv), and name "
-                "files of token ids .bin or .npy"
+                f"{path} is not UTF-8 text at byte {problem}: convert text to UTF-8 (iconv), and "
+                "name files of token ids .bin or .npy"
             )
     return tokens
 
@@ -229,11 +363,10 @@ def _open_npy(path: Path) -> TokenFile:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # NumPy raises many types for a malformed header
         raise ValueError(f"{path} is not a .npy array without pickles: {error}") from error
-    if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+    if not isinstance(tokens, np.memmap) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         kind, shape = getattr(tokens, "dtype", "an archive"), getattr(tokens, "shape", "")
         raise ValueError(
             f"{path} holds {kind} {shape}, and a one-dimensional array of an integer type "
             "is required: save np.asarray(ids, np.uint32).ravel()"
         )
-    assert isinstance(tokens, np.memmap)  # mapped to read its header alone
-    return TokenFile(path, tokens.dtype, tokens.offset, tokens.size)
+    return TokenFile(path, tokens.dtype, tokens.offset, tokens.size)  # mapped for its header alone

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,15 +18,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from training.answers import Messages, Span, answers_in, spans_of, spans_of_marked, tokens_in
+from training.answers import Span, answers_in, spans_of, spans_of_blocks, tokens_in
 from training.data_files import DIGEST
 from training.records import (
+    Completion,
+    Conversation,
+    Messages,
     Record,
     calls_as_text,
-    conversations,
     is_learned,
     objects_written_by_python,
-    template_options,
+    parse,
 )
 from training.show import printable
 from training.templates import Renderer, TemplateError
@@ -36,8 +37,6 @@ Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 Options = Mapping[str, Any]  # `tools` and other variables of a template
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # a tokenizer has one of them
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
-_AUTO_MAP = ("tokenizer_config.json", "config.json")  # may name Python files of the folder
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -73,13 +72,10 @@ class Tokenizer:
                 str(folder), local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # transformers raises many types for malformed files
-            if file := _file_with_code(self._folder):
-                raise ValueError(
-                    f"`auto_map` in {file} names Python code, which is never run: save the "
-                    "tokenizer as tokenizer.json, and tokenizer_config.json without `auto_map`"
-                ) from error
             raise ValueError(
-                f"the tokenizer in {folder} can't be read: {printable(str(error))}"
+                f"the tokenizer in {folder} can't be read: {printable(str(error))}. Save it as "
+                "tokenizer.json, with a tokenizer_config.json without `auto_map`: Python code of "
+                "the folder is never run"
             ) from error
         if not self._backend.is_fast:
             raise ValueError(
@@ -156,8 +152,8 @@ class Tokenizer:
         """Returns a conversation with the generation prompt, after which the assistant answers.
 
         Args:
-            messages: See `records.conversations`.
-            options: See `records.template_options`.
+            messages: See `records.Conversation`.
+            options: Variables of the template.
 
         Raises:
             ValueError: There is no message, or the template does not accept them.
@@ -166,8 +162,8 @@ class Tokenizer:
             raise ValueError("a prompt needs at least one message before the answer")
         options = options or {}
         with self._lock:
-            messages, _ = self._written(messages, options)
-            return self.encode(self._rendered(messages, options, prompt=True))
+            messages, _, _ = self._written(messages, options)
+            return self.encode(self._render(messages, options, prompt=True)[0])
 
     def asked(self, question: str) -> Ids:
         """Returns a question as the user's turn, or unchanged if there is no chat template."""
@@ -195,24 +191,20 @@ class Tokenizer:
         return ids, mask
 
     def _document(self, record: Record, loss_on: str) -> tuple[Ids, Mask]:
-        messages = conversations(record)
-        if messages is not None:
-            context = 0 if "messages" in record else len(record["prompt"])
-            return self._chat(messages, context, template_options(record), loss_on)
-        if "prompt" in record:
-            ids, mask = self._continued(record["prompt"], record["completion"])
-        else:
-            ids, mask = self._continued("", record["text"])
-            mask = np.ones_like(mask)
-        return ids, mask if loss_on == "assistant" else np.ones_like(mask)
+        content = parse(record)
+        if isinstance(content, Conversation):
+            return self._chat(content, loss_on)
+        ids, mask = self._continued(content)
+        return ids, np.ones_like(mask) if loss_on == "all" or not content.prompt else mask
 
-    def _continued(self, prompt: str, completion: str) -> tuple[Ids, Mask]:
+    def _continued(self, content: Completion) -> tuple[Ids, Mask]:
         """Returns the tokens from beginning to end token, and the mask of the completion."""
-        ids, starts, ends = self._offsets(prompt + completion)
+        text = content.prompt + content.completion
+        ids, starts, ends = self._offsets(text)
         mask = np.zeros(len(ids), bool)
-        mask[tokens_in(Span(len(prompt), len(prompt + completion)), starts, ends)] = True
+        mask[tokens_in(Span(len(content.prompt), len(text)), starts, ends)] = True
         after: list[int] = []
-        if not (self._end and completion.rstrip().endswith(self._backend.eos_token)):
+        if not (self._end and text.rstrip().endswith(self._backend.eos_token)):
             after = self._after if self._after[-1:] == self._end else [*self._after, *self._end]
         begun = self._begun(ids)
         ids = np.asarray([*begun, *after], np.int32)
@@ -232,48 +224,44 @@ class Tokenizer:
         at = next((at for at in places if full[at : at + len(text)] == text), len(full))
         return full[:at], full[at + len(text) :]
 
-    def _chat(
-        self, messages: Messages, context: int, options: Options, loss_on: str
-    ) -> tuple[Ids, Mask]:
-        """Returns the tokens, and the mask of the answers after the first `context` messages."""
-        messages, full_text = self._written(messages, options)
+    def _chat(self, conversation: Conversation, loss_on: str) -> tuple[Ids, Mask]:
+        """Returns the tokens, and the mask of the answers after the context."""
+        options = conversation.options
+        messages, full_text, blocks = self._written(conversation.messages, options)
         ids, starts, ends = self._offsets(full_text)
-        mask = np.full(len(ids), loss_on == "all")
-        answers = answers_in(messages)
-        off = [at for at, message in enumerate(messages) if not is_learned(message)]
-        if loss_on == "all":
-            if others := [messages[at]["role"] for at in off if at not in answers]:
-                raise ValueError(
-                    f'"weight": 0 of a {others[0]} message can\'t be combined with --loss-on all: '
-                    "remove the weight, or use --loss-on assistant"
-                )
-            if not off:  # the template may write answers in any way
-                return ids, mask
-        wanted = [at not in off and (loss_on == "all" or at >= context) for at in answers]
-        if loss_on != "all" and not any(wanted):
+        answers, everything = answers_in(messages), loss_on == "all"
+        mask = np.full(len(ids), everything)
+        off = {at for at, message in enumerate(messages) if not is_learned(message)}
+        if everything and (others := off.difference(answers)):
+            raise ValueError(
+                f'"weight": 0 of a {messages[min(others)]["role"]} message can\'t be combined with '
+                "--loss-on all: remove the weight, or use --loss-on assistant"
+            )
+        context = 0 if everything else conversation.context
+        wanted = [at not in off and at >= context for at in answers]
+        # Where the mask is complete the template may write answers in any way.
+        if not (off if everything else any(wanted)):
             return ids, mask
-        for is_wanted, spans in zip(
-            *self._spans(messages, options, full_text, wanted), strict=True
-        ):
+        if blocks is not None and all(wanted):
+            groups, wanted = [blocks], [True]
+        else:
+            groups = self._groups(messages, options, full_text, blocks)
+        for is_wanted, spans in zip(wanted, groups, strict=True):
             # Answers are added to an empty mask; answers of weight 0 are removed from a full one.
-            if is_wanted != (loss_on == "all"):
-                for span in spans:
-                    mask[tokens_in(span, starts, ends)] = is_wanted
+            for span in spans if is_wanted != everything else ():
+                mask[tokens_in(span, starts, ends)] = is_wanted
         return ids, mask
 
-    def _spans(
-        self, messages: Messages, options: Options, full_text: str, wanted: Sequence[bool]
-    ) -> tuple[Sequence[bool], Sequence[Sequence[Span]]]:
-        """Returns the spans of each answer, or of all together if all are wanted."""
+    def _groups(
+        self, messages: Messages, options: Options, full_text: str, blocks: list[Span] | None
+    ) -> list[list[Span]]:
+        """Returns the spans of each answer."""
 
         def render(some: Messages, prompt: bool) -> str:
-            return self._rendered(some, options, prompt=prompt)
+            return self._render(some, options, prompt=prompt)[0]
 
-        if _GENERATION.search(self._template(options)):
-            _, marked = self._render(messages, options, marks=True)
-            if all(wanted):
-                return [True], [marked]
-            groups = spans_of_marked(messages, marked, render)
+        if blocks is not None:
+            groups = spans_of_blocks(messages, blocks, full_text, render)
         else:
             spans = spans_of(messages, full_text, render)
             groups = None if spans is None else [[self._certain(full_text, span)] for span in spans]
@@ -283,7 +271,7 @@ class Tokenizer:
                 f"{self._folder}: put {{% generation %}} and {{% endgeneration %}} around each "
                 "answer in the template, or use --loss-on all"
             )
-        return wanted, groups
+        return groups
 
     def _certain(self, full_text: str, span: Span) -> Span:
         """Ends a span before the first token that depends on what follows the turn."""
@@ -302,22 +290,24 @@ class Tokenizer:
         offsets = np.asarray(encoding["offset_mapping"], np.int64).reshape(-1, 2)
         return np.asarray(encoding["input_ids"], np.int32), offsets[:, 0], offsets[:, 1]
 
-    def _written(self, messages: Messages, options: Options) -> tuple[Messages, str]:
-        """Returns the messages as the template accepts them, and their text.
+    def _written(
+        self, messages: Messages, options: Options
+    ) -> tuple[Messages, str, list[Span] | None]:
+        """Returns the messages as the template accepts them, their text, and its blocks.
 
         Most templates take the arguments of a tool call as an object, some as JSON text; the latter
         fail on an object or write it as Python does.
         """
         as_text = calls_as_text(messages)
         try:
-            text = self._rendered(messages, options)
+            text, blocks = self._render(messages, options)
         except ValueError:
             if as_text is None:
                 raise
         else:
             if as_text is None or not objects_written_by_python(messages, text):
-                return messages, text
-        return as_text, self._rendered(as_text, options)
+                return messages, text, blocks
+        return as_text, *self._render(as_text, options)
 
     def _template(self, options: Options) -> str:
         """Returns the template; among named ones "tool_use" if there are tools, else "default"."""
@@ -331,32 +321,14 @@ class Tokenizer:
         except ValueError as error:
             raise ValueError(f"the chat templates in {self._folder}: {error}") from error
 
-    def _rendered(self, messages: Messages, options: Options, *, prompt: bool = False) -> str:
-        return self._render(messages, options, prompt=prompt)[0]
-
     def _render(
-        self, messages: Messages, options: Options, *, prompt: bool = False, marks: bool = False
-    ) -> tuple[str, list[Span]]:
+        self, messages: Messages, options: Options, *, prompt: bool = False
+    ) -> tuple[str, list[Span] | None]:
+        """Returns a text and its {% generation %} blocks; None if the template has none."""
+        variables = {**self._backend.special_tokens_map, **options, "add_generation_prompt": prompt}
         try:
-            text, blocks = self._renderer.render(
-                self._template(options),
-                messages,
-                {**self._backend.special_tokens_map, **options, "add_generation_prompt": prompt},
-                marks=marks,
-            )
+            text, blocks = self._renderer.render(self._template(options), messages, variables)
         except TemplateError as error:
             message = printable(str(error))
             raise ValueError(f"the chat template in {self._folder}: {message}") from error
-        return text, [Span(*block) for block in blocks]
-
-
-def _file_with_code(folder: Path) -> str | None:
-    """Returns the file that names Python code of the folder; None if no file does."""
-    for name in _AUTO_MAP:
-        try:
-            settings = json.loads((folder / name).read_text())
-        except (OSError, ValueError, RecursionError):
-            continue
-        if isinstance(settings, dict) and "auto_map" in settings:
-            return name
-    return None
+        return text, None if blocks is None else [Span(*block) for block in blocks]

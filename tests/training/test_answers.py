@@ -63,6 +63,8 @@ CALLED = "{% if m.tool_calls %}{{ '\\n<call>' + m.tool_calls[0].function.name }}
 BREAKING = PLAIN.replace(ANSWER, "' }}" + TEXT + CALLED + "{{ '<|im_end|>")
 EITHER = "{% if m.tool_calls %}" + CALLED + "{% else %}" + TEXT + "{% endif %}"
 EXCLUSIVE = PLAIN.replace(ANSWER, "' }}" + EITHER + "{{ '<|im_end|>")
+NAMED = "('<call>' + m.tool_calls[0].function.name if m.tool_calls else ' ' + m.content) + eos"
+NAMED = subwords.TEMPLATES["mistral"].replace("' ' + m.content + eos", NAMED)
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 CALL = {"name": "weather", "arguments": {"city": "Oslo", "n": 1}}
 ARGUMENTS = json.dumps(CALL["arguments"])
@@ -108,6 +110,7 @@ LEARNED = [  # template, conversation, and what is learned of it, in tokenizers 
     *((SKIPPING, record, f"positive{END}no{END}") for record in AFTER),
     *((own, [*chat("is it"), calling(x), *chat("is it", "so")], f"<call>weather{END}so{END}")
       for own, x in ((BREAKING, None), (BREAKING, ""), (EXCLUSIVE, None), (EXCLUSIVE, "yes"))),
+    (NAMED, [*chat("is it"), calling(), *chat("is it", "so")], "<call>weather</s>so</s>", *KINDS),
     # OpenAI's files have arguments as JSON text; some templates take an object and some a text.
     *((QWEN.replace("c.function.arguments | tojson", written),
        {"messages": [*chat("is it"), calling(call=CALL | {"arguments": given}),
@@ -151,9 +154,11 @@ def test_tools_and_other_variables_reach_the_template(tokenizer_for, tmp_path):
     with pytest.raises(ValueError, match="chat template"):
         subwords.byte_level(tmp_path, {"rag": QWEN}).document({"messages": messages})
     upper = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | upper }}{% endfor %}"
+    assert learned(tokenizer_for(upper), {"messages": messages}) == "YES"
     # As of models of images: content in parts alone, and nothing for a text.
     parts = PLAIN.replace("assistant\\n' }}{{ m.content + ", "assistant\\n' }}{{ ")
-    for template in (upper, parts):  # from which answers can not be told
+    twice = upper.replace("{{ m.content", "{{ m.content + m.content")
+    for template in (twice, parts):  # from which answers can not be told
         with pytest.raises(ValueError, match="--loss-on all"):
             tokenizer_for(template).document({"messages": messages})
         ids, mask = tokenizer_for(template).document({"messages": messages}, "all")
