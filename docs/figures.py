@@ -11,8 +11,8 @@ import matplotlib.pyplot as plt
 import optax
 from flax import nnx
 
+from zero_jax import Zero, abstract_mesh, memory
 from zero_jax.models import gpt
-from zero_jax.plan import memory
 
 DEVICES = 64
 COLORS = {"parameters": "#3b6ea5", "state": "#9bb8d9", "copy": "#e0a458", "gradients": "#c8553d"}
@@ -28,9 +28,10 @@ def main() -> None:
     """Writes docs/memory.png."""
     config = gpt.preset("7.5b")
     shapes = jax.eval_shape(lambda: nnx.state(gpt.GPT(config, rngs=nnx.Rngs(0)), nnx.Param))
-    how = {"shards": DEVICES, "tx": optax.adamw(1e-4), "precision": "bf16"}
+    zero, adam = Zero(abstract_mesh(DEVICES), 3, "bf16"), optax.adamw(1e-4)
     layer = 12 * config.width**2 + 13 * config.width  # the most that is gathered at once
-    stages = [memory.estimate(shapes, stage=s, window=layer, **how) for s in range(4)]
+    configs = [zero.config.at_stage(stage) for stage in memory.STAGES]
+    stages = [memory.estimate(shapes, config, adam, window=layer) for config in configs]
     figure, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
     left = [0.0] * 4
     for term, name in NAMES.items():

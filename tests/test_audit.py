@@ -93,6 +93,6 @@ def test_models_of_the_paper_send_and_hold_what_it_says(model, devices, stage, k
     states = 12 * psi // (devices if stage else 1) + 20
     assert report.argument_bytes == states + k * rows.shape[1] * 4
     like = jax.eval_shape(shapes.make)
-    assert memory.estimate(like, shards=devices, stage=stage, tx=tx).at_rest == states
+    assert memory.estimate(like, zero.config, tx).at_rest == states
     scalars = [c for c in report.collectives if c.kind == "all-reduce" and c.elements <= 2]
     assert stage == 0 or len(scalars) == 2

@@ -58,21 +58,8 @@ def by_stage(trainer: Trainer, window: int) -> list[memory.Estimate]:
     """
     config, shapes = trainer.zero.config, trainer.shapes()
     return [
-        memory.estimate(
-            shapes,
-            shards=mesh.axis_size(trainer.mesh, mesh.data_axis(trainer.mesh)),
-            parts=config.parts,
-            stage=stage,
-            tx=trainer.plain_tx,
-            precision=config.precision,
-            grad_accum_steps=config.grad_accum_steps,
-            frozen=config.frozen,
-            model_axis=config.model_axis,
-            experts=mesh.experts_size(trainer.mesh),
-            window=window,
-            optimizer_state_dtype=config.optimizer_state_dtype,
-        )
-        for stage in range(4)
+        memory.estimate(shapes, config.at_stage(stage), trainer.plain_tx, window=window)
+        for stage in memory.STAGES
     ]
 
 

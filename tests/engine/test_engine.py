@@ -210,14 +210,18 @@ def test_states_take_the_bytes_of_all_devices():
         leaves = jax.tree.leaves(begun(OWN, sizes, **settings)[2][:2])
         return sum(x.addressable_data(0).nbytes for x in leaves)
 
-    estimate = functools.partial(zero_jax.memory.estimate, OWN.start, shards=3, tx=ADAM)
+    estimate = functools.partial(zero_jax.memory.estimate, OWN.start, tx=ADAM)
+    config, alone = (
+        zero_on(TWO_BY_THREE, secondary_shards=True).config,
+        zero_on(TWO_BY_THREE).config,
+    )
     ours = held(TWO_BY_THREE, secondary_shards=True)
-    parted, apart = estimate(stage=3, parts=2), estimate(stage=3, parts=1)
+    parted, apart = estimate(config), estimate(alone)
     assert ours == held({"data": 6}) == parted.at_rest
     assert held(TWO_BY_THREE) == apart.at_rest > 1.8 * ours
     joined = sum(x.size for x in OWN.start.values() if x.ndim > 1) / 3
     assert parted.copy - apart.copy == pytest.approx(4 * joined, rel=0.1)
-    assert estimate(stage=2, parts=2) == estimate(stage=2, parts=1), "only stage 3 has parts"
+    assert estimate(config.at_stage(2)) == estimate(alone.at_stage(2)), "only stage 3 has parts"
 
 
 # XLA options of a step for GPUs, and checks of donated arrays.

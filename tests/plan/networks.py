@@ -9,12 +9,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zero_jax
 from zero_jax.models import cross_entropy
-from zero_jax.plan import forecast
+from zero_jax.plan.temporaries import Schedule, temporaries
 
 N = 8  # devices
 TX = optax.adamw(1e-3)
-ON_GPUS = forecast.Habits(of_gpus=True)
-AHEAD = forecast.Habits(ahead=True, of_gpus=True)
+ON_CPUS = Schedule()
+ON_GPUS = Schedule(on_gpu=True)
+AHEAD = Schedule(layers_ahead=1, on_gpu=True)
 
 
 def scanned(h, layers):
@@ -70,10 +71,10 @@ class Network:
         tx = zero.optimizer(TX)
         return zero.train_step(self.loss, tx), (params, tx.init(params), batch)
 
-    def forecast(self, stage, remat="block", grad_accum_steps=1, habits=forecast.NO_HABITS):
+    def temporaries(self, stage, remat="block", grad_accum_steps=1, schedule=ON_CPUS):
         step, args = self.step(stage, remat, grad_accum_steps)
         leaves = len(jax.tree.leaves(args[0]))
-        return forecast.forecast(step.trace(*args).jaxpr, leaves, habits=habits)
+        return temporaries(step.trace(*args).jaxpr, leaves, schedule=schedule)
 
 
 class Chunked(Network):

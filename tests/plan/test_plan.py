@@ -201,8 +201,9 @@ def test_terms_and_words_are_those_of_the_paper_and_of_frozen_leaves(k):
     """bf16, Adam, biases replicated nowhere; stage 3 gathers one layer."""
     shapes = jax.eval_shape(lambda: {"w": jnp.zeros((6, 64, 64)), "b": jnp.zeros((6, 64))})
     psi, n, layer, tx = 6 * 64 * 65, 8, 64 * 65, optax.adam(1e-3)
-    settings = {"shards": n, "tx": tx, "precision": "bf16", "window": layer, "grad_accum_steps": k}
-    found = [memory.estimate(shapes, stage=stage, **settings) for stage in range(4)]
+    config = zero_jax.Zero(zero_jax.abstract_mesh(n), 3, "bf16", grad_accum_steps=k).config
+    of_stage = [config.at_stage(stage) for stage in memory.STAGES]
+    found = [memory.estimate(shapes, settings, tx, window=layer) for settings in of_stage]
     assert [x.parameters + x.state - 20 for x in found] == [12 * psi, *[12 * psi // n] * 3]
     assert [x.copy for x in found] == [2 * psi] * 3 + [2 * layer]
     word, shards = (2 if k == 1 else 4), 4 * psi // n
@@ -211,8 +212,8 @@ def test_terms_and_words_are_those_of_the_paper_and_of_frozen_leaves(k):
     totals = [x.total for x in found]
     assert totals == sorted(totals, reverse=True) and totals[3] < totals[0] / 4
     assert [memory.elements_per_param(stage, k) for stage in range(4)] == [2, 2, 1 + k, 3 * k]
-    settings = {"shards": 1, "stage": 0, "tx": tx}
-    free, frozen = (memory.estimate(shapes, **settings, frozen=x) for x in (None, "w"))
+    alone = (zero_jax.Zero(zero_jax.abstract_mesh(1), 0, frozen=x).config for x in (None, "w"))
+    free, frozen = (memory.estimate(shapes, settings, tx) for settings in alone)
     assert free.state - frozen.state == 2 * 4 * 6 * 64 * 64, "nothing for what is frozen"
     assert (free.gradients, frozen.gradients) == (4 * psi, 4 * 6 * 64)
     assert memory.elements_per_param(3, k, trained=0.5) == 2.5 * k

@@ -51,7 +51,7 @@ def test_bytes_and_words_are_those_of_the_program():
     mesh = zero_jax.make_mesh(experts=2, devices=jax.devices()[:4])
     of = Case(CONFIG, zero_jax.Zero(mesh, 3, remat="block"), "adamw", 8, 16)
     plan, shapes = of.plan(3, compile=True), jax.eval_shape(of.make)
-    closed = memory.estimate(shapes, shards=4, stage=3, tx=of.tx, experts=2)
+    closed = memory.estimate(shapes, of.zero.config, of.tx)
     assert plan.compiled.argument_bytes == closed.at_rest + 8 // 4 * 17 * 4
     # Tokens go there and back, forward twice and backward.
     room, D = CONFIG.mixture.room(16), CONFIG.width

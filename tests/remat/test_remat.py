@@ -20,7 +20,7 @@ from problems import ODD_GPT, Problem, equations_of, gpt_problem, train_plain, t
 import zero_jax
 from zero_jax import Remat
 from zero_jax.hlo import auditor
-from zero_jax.plan import flat_trace
+from zero_jax.plan.operations import device_part
 from zero_jax.remat import activations, layer_groups, policies
 
 TX = optax.sgd(1e-1)
@@ -139,7 +139,7 @@ def step_of(p, remat, stage=3, **settings):
 def stacks(jaxpr):
     """Types of the values that forward loops over layers hand to the backward pass."""
     found = []
-    for eqn in flat_trace.device_part(jaxpr).eqns:
+    for eqn in device_part(jaxpr).eqns:
         if eqn.primitive.name == "scan" and "transpose(" not in str(eqn.source_info.name_stack):
             # Of rank 3 or more: not the loss and the sizes that the loop returns.
             found += [v.aval for v in eqn.outvars if v.aval.ndim > 2]
@@ -226,7 +226,7 @@ def saved(jaxpr):
 
 
 def by_zero_jax(p, remat, stage=3):
-    return saved(flat_trace.device_part(step_of(p, remat, stage).jaxpr))
+    return saved(device_part(step_of(p, remat, stage).jaxpr))
 
 
 def by_jax(name):
@@ -253,7 +253,7 @@ def test_a_checkpoint_of_the_model_saves_the_same():
 
 def barriers(jaxpr):
     """Shapes of single arrays behind a barrier in backward loops."""
-    loops = [e for e in equations_of(flat_trace.device_part(jaxpr)) if e.primitive.name == "scan"]
+    loops = [e for e in equations_of(device_part(jaxpr)) if e.primitive.name == "scan"]
     back = [e for e in loops if "transpose(" in str(e.source_info.name_stack)]
     inside = {id(e): e for loop in back for e in equations_of(loop.params["jaxpr"].jaxpr)}
     found = [e.outvars for e in inside.values() if e.primitive.name == "optimization_barrier"]

@@ -195,9 +195,9 @@ def test_the_noted_bytes_are_the_planners_and_the_held_ones(folder):
     step, shapes = trainer.predict(), trainer.shapes()
     known = start_event(step, by_stage(trainer, step.window), {}, "byte")
     psi = sum(x.size for x in jax.tree.leaves(shapes))
-    settings = {"shards": 8, "tx": trainer.plain_tx, "window": step.window}
+    config, rest = trainer.zero.config, {"tx": trainer.plain_tx, "window": step.window}
     for stage, terms in enumerate(known["stages"]):
-        assert terms == zero_jax.memory.estimate(shapes, stage=stage, **settings).terms
+        assert terms == zero_jax.memory.estimate(shapes, config.at_stage(stage), **rest).terms
         assert terms["parameters"] == 4 * psi // (8 if stage else 1)  # 8 divides every leaf
     assert sum(known["predicted"].values()) == known["predicted_total"]
     states = trainer.init()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -19,7 +18,6 @@ from zero_jax.models.gpt_config import GPTConfig
 from zero_jax.plan import memory
 from zero_jax.plan.plans import Plan
 from zero_jax.plan.text_model import TextModel
-from zero_jax.sharding.mesh import experts_size
 from zero_jax.zero import Zero
 
 PyTree = Any
@@ -119,24 +117,12 @@ class Case:
         choice = self.zero.choose(*args, has_aux=self.model.routes, **options)
         return dataclasses.replace(self, zero=choice.zero)
 
-    def states(self, shards: int, stage: int) -> int:
+    def states(self, shards: int, stage: Stage) -> int:
         """Returns the bytes of model states on N devices, in closed form."""
         shapes = jax.eval_shape(self.make)
         zero = self.zero.at_stage(3)
         params = zero.eval_shape(self.make)
         loss = grads.GlobalLoss(zero.config, self.loss_fn, has_aux=self.model.routes)
         traced = loss.read(params, self.batch, ())
-        return memory.estimate(
-            shapes,
-            shards=shards,
-            stage=stage,
-            parts=self.zero.config.parts,
-            tx=self.tx,
-            precision=self.zero.config.precision,
-            grad_accum_steps=self.zero.config.grad_accum_steps,
-            model_axis=self.zero.config.model_axis,
-            experts=math.gcd(shards, experts_size(self.zero.mesh)),
-            frozen=zero.config.frozen,
-            window=traced.window,
-            optimizer_state_dtype=self.zero.config.optimizer_state_dtype,
-        ).total
+        own = self.zero.config.at_stage(stage)
+        return memory.estimate(shapes, own, self.tx, shards=shards, window=traced.window).total

@@ -34,7 +34,7 @@ from zero_jax.commands.settings import (
     mesh_sizes,
     with_paper_config,
 )
-from zero_jax.engine.config import AUTO, Stage
+from zero_jax.engine.config import AUTO
 from zero_jax.hlo import aot, targets
 from zero_jax.interchange import folder_config
 from zero_jax.models import families, gpt
@@ -42,6 +42,7 @@ from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.names import parse_bytes, unknown
 from zero_jax.plan import candidates, expert_elements, meshes, pictures, proof
 from zero_jax.plan.advice import format_advice, least_seconds
+from zero_jax.plan.memory import STAGES
 from zero_jax.plan.plans import Plan, format_layers, format_proof, format_stages
 from zero_jax.sharding.mesh import abstract_mesh, axis_size, batch_shards, data_axis, experts_size
 from zero_jax.zero import Zero
@@ -210,8 +211,7 @@ def _plan(command: str, settings: PlanSettings) -> int:
         shown = plans[0]
     else:
         own = {**aim, "latencies": settings.latencies} if compiles else {}
-        stages: tuple[Stage, ...] = (0, 1, 2, 3)
-        plans = [case.plan(s, **(own if s == settings.stage else {})) for s in stages]
+        plans = [case.plan(s, **(own if s == settings.stage else {})) for s in STAGES]
         shown = next(plan for plan in plans if plan.stage == settings.stage)
     print(_title(case, settings))
     print(format_stages(plans, memory_bytes))
@@ -232,7 +232,7 @@ def _plan(command: str, settings: PlanSettings) -> int:
         known["stages"] = {str(p.stage): p.as_dict()["predicted"] for p in plans}
         pathlib.Path(settings.json).write_text(json.dumps(known, indent=1) + "\n")
     if settings.plot:
-        curves = {s: [(n, case.states(n, s)) for n in _CURVE] for s in range(4)}
+        curves = {s: [(n, case.states(n, s)) for n in _CURVE] for s in STAGES}
         pictures.plot(plans, curves, settings.plot, _title(case, settings), memory_bytes)
     return 0
 

@@ -98,34 +98,7 @@ def search(
     Raises:
       ValueError: No candidate fits; the message has the smallest, its bytes and a way out.
     """
-    limit = int(limit)
-    considered: list[Considered] = []
-    left_out: list[Exception] = []
-
-    def settled(candidate: Candidate) -> bool:
-        """Returns whether it was considered, or a program that fits is quicker in any case."""
-        fitting = [c.candidate for c in considered if c.fits]
-        return any(c.candidate == candidate for c in considered) or any(
-            one.no_worse(candidate, trained) for one in fitting
-        )
-
-    for candidate, planned in _by_cost(tried, plan, report, trained, left_out, settled):
-        considered.append(_judged(candidate, planned, plan, limit, host_limit))
-        if considered[-1].fits:
-            if seconds_of(considered[-1].plan) is None:
-                break
-            first = considered.pop()
-            considered += _recomputing_more(first, tried, plan, limit, host_limit)
-    fitting = [c for c in considered if c.fits]
-    if fitting:
-        others = len(tried) - len(considered) - len(left_out)
-        choice = dataclasses.replace(_chosen(fitting, considered, limit, trained), others=others)
-        report(f"chose {choice.chosen.candidate}\n{choice}")
-        return choice
-    report(_listed(considered, limit, trained))
-    if left_out and not considered:
-        raise ValueError(f"no candidate can run. The last error: {left_out[-1]}") from left_out[-1]
-    raise ValueError(_nothing_fits(considered, limit))
+    return _Search(tried, plan, int(limit), report, host_limit, trained).run()
 
 
 def seconds_of(plan: Plan) -> float | None:
@@ -135,17 +108,119 @@ def seconds_of(plan: Plan) -> float | None:
     return plan.time.seconds + plan.host_seconds
 
 
-def _chosen(
-    fitting: Sequence[Considered], considered: Sequence[Considered], limit: int, trained: float
-) -> Choice:
-    """The shortest step, of those as short the smallest; the verdicts say so."""
-    times = [seconds_of(c.plan) for c in fitting]
-    least = min((t for t in times if t is not None), default=0.0)
-    short = [c for c, t in zip(fitting, times, strict=True) if t is None or t <= least * (1 + TIE)]
-    best = min(short, key=lambda c: c.plan.total_bytes)
-    told = [_with_outcome(c, best, least) if c.fits else c for c in considered]
-    (chosen,) = (c for c in told if c.candidate == best.candidate)
-    return Choice(chosen, tuple(told), limit, trained=trained)
+@dataclasses.dataclass
+class _Search:
+    """The candidates considered so far, and errors of those that cannot run; see `search`."""
+
+    tried: Sequence[Candidate]
+    plan: Planner
+    limit: int
+    report: Report
+    host_limit: float
+    trained: float
+    considered: list[Considered] = dataclasses.field(default_factory=list)
+    left_out: list[Exception] = dataclasses.field(default_factory=list)
+
+    def run(self) -> Choice:
+        considered = self.considered
+        for candidate, planned in self._by_cost():
+            considered.append(self._judged(candidate, planned))
+            if considered[-1].fits:
+                if seconds_of(considered[-1].plan) is None:
+                    break
+                self._recompute_more(considered[-1])
+        if any(c.fits for c in considered):
+            choice = self._choice()
+            self.report(f"chose {choice.chosen.candidate}\n{choice}")
+            return choice
+        self.report(_listed(considered, self.limit, self.trained))
+        if self.left_out and not considered:
+            last = self.left_out[-1]
+            raise ValueError(f"no candidate can run. The last error: {last}") from last
+        raise ValueError(_nothing_fits(considered, self.limit))
+
+    def _by_cost(self) -> Iterator[tuple[Candidate, Plan]]:
+        """Yields candidates with their predicted plans, cheapest first.
+
+        Bytes that cross to host memory are known once a candidate was planned. Until then it has
+        the place that it would have if they were free, afterwards its true one. Candidates that are
+        considered already, or slower than a program that fits, are left out.
+        """
+        queue: list[tuple[tuple[float, ...], int, Plan | None]] = [
+            (c.cost(trained=self.trained), i, None) for i, c in enumerate(self.tried)
+        ]
+        heapq.heapify(queue)
+        while queue:
+            _, at, planned = heapq.heappop(queue)
+            candidate = self.tried[at]
+            if any(
+                c.candidate == candidate
+                or (c.fits and c.candidate.no_worse(candidate, self.trained))
+                for c in self.considered
+            ):
+                continue
+            if planned is None:
+                try:
+                    planned = self.plan(candidate, False)
+                except (CannotGroup, CannotStream) as error:
+                    self.report(f"skipped {candidate}: {error}")
+                    self.left_out.append(error)
+                    continue
+                if candidate.uses_host:
+                    heapq.heappush(queue, (candidate.cost(planned, self.trained), at, planned))
+                    continue
+            yield candidate, planned
+
+    def _judged(self, candidate: Candidate, planned: Plan) -> Considered:
+        """Returns the candidate, compiled unless its prediction is too much."""
+        size, host = planned.total_bytes, planned.predicted.host
+        beside = f", {gigabytes(host)} in host memory" if host else ""
+        if size > self.limit * (1 + MARGIN):
+            return Considered(candidate, planned, f"predicted {gigabytes(size)}{beside}: too much")
+        if host > self.host_limit:
+            available = f"too much, {gigabytes(self.host_limit)} available per device"
+            return Considered(candidate, planned, f"predicted{beside[1:]}: {available}")
+        try:
+            planned = self.plan(candidate, True)
+        except jax.errors.JaxRuntimeError as error:
+            if error.error_code != RESOURCE_EXHAUSTED:
+                raise
+            return Considered(candidate, planned, "does not compile: out of memory")
+        fits = planned.total_bytes <= self.limit
+        verdict = f"compiled {gigabytes(planned.total_bytes)}{beside}"
+        return Considered(candidate, planned, verdict if fits else f"{verdict}: too much", fits)
+
+    def _recompute_more(self, first: Considered) -> None:
+        """Considers the policies after that of the first, while steps get shorter.
+
+        A policy that recomputes more saves less, which has to be written and read: on an H200
+        `dots` is quicker than `none` (docs/performance.md). Those that send more are left out.
+        """
+        known, remat = policies.POLICIES, first.candidate.remat
+        for later in known[known.index(remat) + 1 :] if remat in known else ():
+            candidate = dataclasses.replace(first.candidate, remat=later)
+            if candidate not in self.tried or candidate.cost()[0] != first.candidate.cost()[0]:
+                continue
+            before = seconds_of(self.considered[-1].plan)
+            try:
+                self.considered.append(self._judged(candidate, self.plan(candidate, False)))
+            except CannotGroup:
+                break
+            now = seconds_of(self.considered[-1].plan)
+            fits = self.considered[-1].fits
+            if not fits or before is None or now is None or now >= before:
+                break
+
+    def _choice(self) -> Choice:
+        """Returns the shortest step that fits, the smallest of those as short; sets verdicts."""
+        fitting = [(c, seconds_of(c.plan)) for c in self.considered if c.fits]
+        least = min((t for _, t in fitting if t is not None), default=0.0)
+        short = [c for c, t in fitting if t is None or t <= least * (1 + TIE)]
+        best = min(short, key=lambda c: c.plan.total_bytes)
+        told = [_with_outcome(c, best, least) if c.fits else c for c in self.considered]
+        (chosen,) = (c for c in told if c.candidate == best.candidate)
+        others = len(self.tried) - len(told) - len(self.left_out)
+        return Choice(chosen, tuple(told), self.limit, trained=self.trained, others=others)
 
 
 def _with_outcome(considered: Considered, best: Considered, least: float) -> Considered:
@@ -158,102 +233,6 @@ def _with_outcome(considered: Considered, best: Considered, least: float) -> Con
     else:
         outcome = "fits, slower"
     return dataclasses.replace(considered, verdict=f"{considered.verdict}: {outcome}{step}")
-
-
-def _by_cost(
-    tried: Sequence[Candidate],
-    plan: Planner,
-    report: Report,
-    trained: float,
-    left_out: list[Exception],
-    settled: Callable[[Candidate], bool],
-) -> Iterator[tuple[Candidate, Plan]]:
-    """Yields candidates that are not `settled` with their predicted plans, cheapest first.
-
-    Bytes that cross to host memory are known once a candidate was planned. Until then it has the
-    place that it would have if they were free, afterwards its true one. Errors of candidates that
-    cannot be run go to `left_out`.
-    """
-    queue: list[tuple[Any, int, Plan | None]] = [
-        (c.cost(trained=trained), i, None) for i, c in enumerate(tried)
-    ]
-    heapq.heapify(queue)
-    while queue:
-        _, at, planned = heapq.heappop(queue)
-        candidate = tried[at]
-        if settled(candidate):
-            continue
-        if planned is None:
-            try:
-                planned = plan(candidate, False)
-            except (CannotGroup, CannotStream) as error:
-                report(f"skipped {candidate}: {error}")
-                left_out.append(error)
-                continue
-            if candidate.uses_host:
-                heapq.heappush(queue, (candidate.cost(planned, trained), at, planned))
-                continue
-        yield candidate, planned
-
-
-def _judged(
-    candidate: Candidate,
-    planned: Plan,
-    plan: Planner,
-    limit: float,
-    host_limit: float,
-) -> Considered:
-    size, host = planned.total_bytes, planned.predicted.host
-    beside = f", {gigabytes(host)} in host memory" if host else ""
-    if size > limit * (1 + MARGIN):
-        return Considered(candidate, planned, f"predicted {gigabytes(size)}{beside}: too much")
-    if host > host_limit:
-        verdict = f"predicted{beside[1:]}: too much, {gigabytes(host_limit)} available per device"
-        return Considered(candidate, planned, verdict)
-    planned, verdict = _compiled(plan, candidate, planned)
-    if verdict:
-        return Considered(candidate, planned, verdict)
-    fits = planned.total_bytes <= limit
-    verdict = f"compiled {gigabytes(planned.total_bytes)}{beside}"
-    return Considered(candidate, planned, verdict if fits else f"{verdict}: too much", fits)
-
-
-def _compiled(plan: Planner, candidate: Candidate, planned: Plan) -> tuple[Plan, str]:
-    """The compiled plan; the predicted one and a verdict where the compiler itself refuses."""
-    try:
-        return plan(candidate, True), ""
-    except jax.errors.JaxRuntimeError as error:
-        if error.error_code != RESOURCE_EXHAUSTED:
-            raise
-        return planned, "does not compile: out of memory"
-
-
-def _recomputing_more(
-    first: Considered,
-    tried: Sequence[Candidate],
-    plan: Planner,
-    limit: float,
-    host_limit: float,
-) -> list[Considered]:
-    """Returns the first and, as long as steps get shorter, the policies after its own.
-
-    A policy that recomputes more saves less, which has to be written and read: on an H200 `dots`
-    is quicker than `none` (docs/performance.md). Those that send more are left to their own turn.
-    """
-    known, found = policies.POLICIES, [first]
-    remat = first.candidate.remat
-    for later in known[known.index(remat) + 1 :] if remat in known else ():
-        candidate = dataclasses.replace(first.candidate, remat=later)
-        if candidate not in tried or candidate.cost()[0] != first.candidate.cost()[0]:
-            continue
-        try:
-            found.append(_judged(candidate, plan(candidate, False), plan, limit, host_limit))
-        except CannotGroup:
-            break
-        before, now = (seconds_of(c.plan) for c in found[-2:])
-        if not found[-1].fits or before is None or now is None or now >= before:
-            break
-    return found
 
 
 def _listed(considered: Sequence[Considered], limit: int, trained: float) -> str:

@@ -27,17 +27,18 @@ import numpy as np
 import optax
 
 from zero_jax.collectives.precision import Precision
+from zero_jax.engine.config import Config, Stage
 from zero_jax.engine.lifetimes import STEP, lifetime
 from zero_jax.engine.loss_scale import Guard, init_guard
 from zero_jax.engine.reading import shared
-from zero_jax.engine.transformations import Frozen, without_frozen
-from zero_jax.low_bit.state import FP32, initial, splits_of
+from zero_jax.engine.transformations import without_frozen
+from zero_jax.low_bit.state import initial, splits_of
 from zero_jax.remat import policies
 from zero_jax.sharding import layout, paths
-from zero_jax.sharding.model_axis import ModelAxis
-from zero_jax.sharding.partition import Partition, Partitioner, partition
+from zero_jax.sharding.partition import Partition, partition
 
 PyTree = Any
+STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,74 +81,59 @@ class Estimate:
 
 def estimate(
     params: PyTree,
-    *,
-    shards: int,
-    stage: int,
-    parts: int = 1,
+    config: Config,
     tx: optax.GradientTransformation | None = None,
-    precision: Precision | str = Precision(),
-    grad_accum_steps: int = 1,
-    frozen: Frozen = None,
-    model_axis: ModelAxis = ModelAxis(),
-    experts: int = 1,
+    *,
+    shards: int | None = None,
     window: int | None = None,
-    optimizer_state_dtype: str = FP32,
 ) -> Estimate:
-    """Returns the model-state bytes per device of one stage, in closed form.
+    """Returns the model-state bytes per device of a stage, in closed form.
 
     Args:
       params: The full parameters, arrays or ShapeDtypeStructs.
-      shards: N, the size of the `data` axis times the size of `experts`.
-      stage: ZeRO stage, 0 to 3.
-      parts: R, the size of `replica` if stage 3 also shards over it: `Zero(secondary_shards=True)`.
+      config: The mesh and settings, `zero.config` or `zero.at_stage(stage).config`.
       tx: The optax transformation; None counts no state.
-      precision: See `Zero`.
-      grad_accum_steps: See `Zero`.
-      frozen: See `Zero`.
-      model_axis: Partition of leaves over `model`: `Zero.model_axis`.
-      experts: Size of the `experts` axis, over which experts are split and never gathered.
+      shards: Another N than that of the mesh: the size of `data` times the size of `experts`.
       window: Elements gathered at once: the largest `Layers.elements` of a trace, or largest leaf
         outside layers. The default is the largest leaf.
-      optimizer_state_dtype: See `Zero`.
 
+    >>> from zero_jax.sharding.mesh import abstract_mesh
     >>> shapes = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
-    >>> adam = optax.adam(1e-3)
-    >>> estimate(shapes, shards=4, stage=3, tx=adam).at_rest == 12 * 2**20 // 4 + 20
+    >>> config, adam = Config(abstract_mesh(4), stage=3), optax.adam(1e-3)
+    >>> estimate(shapes, config, adam).at_rest == 12 * 2**20 // 4 + 20
     True
-    >>> narrow = estimate(shapes, shards=4, stage=3, tx=adam, optimizer_state_dtype="8bit")
-    >>> narrow.state * 4 / 2**20  # bytes, of 8
+    >>> narrow = dataclasses.replace(config, optimizer_state_dtype="8bit")
+    >>> estimate(shapes, narrow, adam).state * 4 / 2**20  # bytes, of 8
     2.03134...
     """
-    if not isinstance(precision, Precision):
-        precision = Precision(precision)
-    parts = parts if stage == 3 else 1
-    n = 1 if stage == 0 else shards
-    splitter = Partitioner(n, model_axis, parts, experts=experts)
+    config = config.resolved
+    stage, splitter, compute = config.stage, config.splitter, config.precision.compute
+    if shards is not None and stage > 0:
+        experts = math.gcd(shards, splitter.experts)
+        splitter = dataclasses.replace(splitter, shards=shards, experts=experts)
     cuts = splitter(params)
     leaves = jax.tree.leaves(params)
-    flags = paths.frozen_leaves(params, frozen)
+    flags = paths.frozen_leaves(params, config.frozen)
     trained_cuts = [c for c, f in zip(cuts, flags, strict=True) if not f]
     gathered = max(map(_elements, cuts), default=0) if window is None else window
-    word = precision.compute.itemsize
+    word = compute.itemsize
     rests = [x if f else _master(x) for x, f in zip(leaves, flags, strict=True)]
     copied = sum(n * _word(x, word) for n, x in zip(map(_elements, cuts), rests, strict=True))
-    grad_word = word if grad_accum_steps == 1 else 4
+    grad_word = word if config.grad_accum_steps == 1 else 4
     full_grads = sum(map(_elements, trained_cuts))
     shard_grads = 4 * sum(map(_in_step, trained_cuts))
-    joined = word * sum(map(_in_step, cuts)) if parts > 1 else 0
-    # What rests in the compute dtype, or is no float, is its own copy at stage 0.
-    cast = [
-        jax.numpy.issubdtype(x.dtype, np.floating) and x.dtype != precision.compute for x in rests
-    ]
+    joined = word * sum(map(_in_step, cuts)) if config.parts > 1 else 0
+    # Leaves stored in the compute dtype, and leaves of integers, are their own copy at stage 0.
+    cast = [_is_float(x) and x.dtype != compute for x in rests]
     own = sum(_elements(cut) for cut, is_cast in zip(cuts, cast, strict=True) if is_cast)
     copies = {0: word * own, 3: word * gathered + joined}
     whole = grad_word * full_grads
-    # A micro-batch's gradients wait whole for those of the others, or go to their owners at once.
-    waits = lifetime(stage, grad_accum_steps).gradient == STEP
+    # A micro-batch's full gradients wait for those of the others, or are reduce-scattered at once.
+    waits = lifetime(stage, config.grad_accum_steps).gradient == STEP
     gradients = (whole if waits else word * gathered) + shard_grads if stage else whole
     return Estimate(
         parameters=layout.bytes_per_device(cuts, rests),
-        state=_state_bytes(params, cuts, tx, frozen, optimizer_state_dtype),
+        state=_state_bytes(params, cuts, tx, config),
         copy=copies.get(stage, copied),
         gradients=gradients,
     )
@@ -201,31 +187,29 @@ def _in_step(cut: Partition) -> int:
     return math.prod(cut.device_shape) * (1 if cut.dim is None else cut.parts)
 
 
-def _master(leaf: Any) -> Any:
-    """A trained leaf as it rests: floats narrower than fp32 are widened."""
-    floating = jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
-    wide = jax.numpy.promote_types(leaf.dtype, np.float32) if floating else leaf.dtype
+def _is_float(leaf: jax.ShapeDtypeStruct) -> bool:
+    return bool(jax.numpy.issubdtype(leaf.dtype, np.floating))
+
+
+def _master(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Returns a trained leaf as it is stored: floats narrower than fp32 are widened."""
+    wide = jax.numpy.promote_types(leaf.dtype, np.float32) if _is_float(leaf) else leaf.dtype
     return jax.ShapeDtypeStruct(leaf.shape, wide)
 
 
-def _word(leaf: Any, word: int) -> int:
-    """Bytes of an element while it is gathered: floats are in the compute dtype."""
-    floating = jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
-    return word if floating else int(leaf.dtype.itemsize)
+def _word(leaf: jax.ShapeDtypeStruct, word: int) -> int:
+    """Returns the bytes of an element while it is gathered: floats are in the compute dtype."""
+    return word if _is_float(leaf) else int(leaf.dtype.itemsize)
 
 
 def _state_bytes(
-    params: PyTree,
-    cuts: list[Partition],
-    tx: optax.GradientTransformation | None,
-    frozen: Frozen,
-    optimizer_state_dtype: str,
+    params: PyTree, cuts: list[Partition], tx: optax.GradientTransformation | None, config: Config
 ) -> int:
     if tx is None:
         return 0
     masters = jax.tree.map(_master, params)
-    plain = without_frozen(tx, frozen)
-    state = jax.eval_shape(lambda params: initial(plain, params, optimizer_state_dtype), masters)
+    plain, kind = without_frozen(tx, config.frozen), config.optimizer_state_dtype
+    state = jax.eval_shape(lambda params: initial(plain, params, kind), masters)
     guard: Guard = jax.eval_shape(lambda: init_guard(Precision()))
     leaves = [*jax.tree.leaves(state), *guard]
     splits = splits_of(state, params, cuts) + [partition((), 1)] * len(guard)

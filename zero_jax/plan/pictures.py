@@ -4,12 +4,13 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from zero_jax.engine.config import Stage
 from zero_jax.plan.plans import Plan, term_bytes, term_names
 
 
 def plot(
     plans: Sequence[Plan],
-    curves: Mapping[int, Sequence[tuple[int, float]]],
+    curves: Mapping[Stage, Sequence[tuple[int, float]]],
     path: str | pathlib.Path,
     title: str,
     limit: int = 0,

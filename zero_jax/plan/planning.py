@@ -1,8 +1,9 @@
 """Plans of a training step: memory, communication and time per device, without any device.
 
 A plan has up to two halves. The prediction comes from shapes and the trace alone, in under a
-second for any size of model: arguments exactly, temporaries by `forecast`. The compile check comes
-from the program that XLA compiled for the target: `hlo.Audit`. Both are data that tests can use.
+second for any size of model: arguments exactly, temporaries by `temporaries.py`. The compile check
+comes from the program that XLA compiled for the target: `hlo.Audit`. Both are data that tests can
+use.
 """
 
 import dataclasses
@@ -27,8 +28,10 @@ from zero_jax.hlo.targets import Target
 from zero_jax.hlo.targets import target as target_of
 from zero_jax.offload import tiers
 from zero_jax.offload.tiers import HOST
-from zero_jax.plan import expert_elements, forecast, proof, update_forecast
+from zero_jax.plan import expert_elements, proof
 from zero_jax.plan.plans import Plan, Predicted
+from zero_jax.plan.temporaries import Schedule, temporaries
+from zero_jax.plan.update import predict as predict_update
 from zero_jax.sharding import layout
 from zero_jax.sharding.mesh import (
     AnyMesh,
@@ -99,9 +102,8 @@ def of(
     plan = _predict(step, args, _is_for_gpus(config.mesh, aim))
     if not compile and aim is None:
         return plan
-    own = proof.Proof(step, args, config.mesh, aim, topology)
-    compiled = own.compiled(latencies)
-    time = own.time(compiled, model_flops)
+    compiled = proof.compiled(step, args, aim, topology, latencies)
+    time = proof.time(compiled, aim, config.mesh, model_flops)
     return dataclasses.replace(plan, compiled=compiled, target=aim, time=time)
 
 
@@ -120,19 +122,24 @@ def _predict(step: TrainStep, args: tuple[Any, ...], of_gpus: bool) -> Plan:
     full = jax.eval_shape(layout.unpad, params)
     cuts, traced = settings.splitter(full), step.read(*args)
     jaxpr = step.trace(*args).jaxpr
-    temporaries = forecast.forecast(
+    peak = temporaries(
         *(jaxpr, counts[0], given),
         split=[None if c.model is None else c.model % len(c.shape) for c in cuts],
         parts=settings.model_axis.size,
-        habits=forecast.Habits(
-            of_gpus and settings.gathers_ahead(traced.layers), settings.bucket_bytes, of_gpus
+        schedule=Schedule(
+            layers_ahead=int(of_gpus and settings.gathers_ahead(traced.layers)),
+            bucket_bytes=settings.bucket_bytes,
+            on_gpu=of_gpus,
         ),
     )
-    terms = dict(temporaries.terms)
+    terms = dict(peak.terms)
+    if peak.fragmentation:
+        terms["fragmentation"] = peak.fragmentation
     if of_gpus and settings.stage == 3 and (transposed := transposed_bytes(traced.leaves)):
         terms["transposed"] = transposed
-    update = update_forecast.forecast(settings, step.transformation.plain, full)
-    worst = max(terms, update.terms, key=lambda terms: sum(terms.values()))
+    update = predict_update(settings, step.transformation.plain, full)
+    if update.bytes > sum(terms.values()):
+        terms = {"update": update.bytes}
     host = tiers.bytes_on(params, HOST) + tiers.bytes_on(opt_state, HOST)
     streams = {}
     if host:
@@ -159,9 +166,9 @@ def _predict(step: TrainStep, args: tuple[Any, ...], of_gpus: bool) -> Plan:
             parameters=tiers.bytes_on(params),
             optimizer_state=tiers.bytes_on(opt_state),
             batch=tiers.bytes_on(batch) + tiers.bytes_on(extras),
-            temporaries=worst | streams,
+            temporaries=terms | streams,
             host_states=host,
-            host_saved=temporaries.host,
+            host_saved=peak.host,
         ),
     )
 
@@ -179,7 +186,7 @@ def transposed_bytes(leaves: Sequence[Leaf]) -> int:
 
     A gather along a later dim needs that dim first in memory. XLA transposes the fp32 master
     parameters of all layers before the loop, once for both passes; it transposes gradients one by
-    one (`under_way.py`). The experts of a layer (E, D, F) are split along D if N does not divide E.
+    one. The experts of a layer (E, D, F) are split along D if N does not divide E.
     """
     cuts = [leaf.cut for leaf in leaves if leaf.opens and _is_transposed(leaf.cut)]
     return sum(4 * math.prod(cut.device_shape) for cut in cuts)

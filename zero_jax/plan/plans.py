@@ -26,10 +26,10 @@ class Predicted:
       optimizer_state: Optimizer state on the device, from the shapes of any optax transformation;
         Adam 8Ψ/N. Includes the 16 bytes of the guard.
       batch: The rows of this device, and the extra arguments.
-      temporaries: Bytes by term, see `forecast.TERMS`: copy, gradients, saved, loss, buffers, work.
-        Offload adds fetched (master parameters while the model uses them) and pieces (two pieces of
-        the streamed update). If the update has a higher peak than forward and backward, see
-        `update_forecast.Update`.
+      temporaries: Bytes by term of `temporaries.TERMS`: copy, gradients, saved, loss, buffers,
+        work. Offload adds fetched (master parameters while the model uses them) and pieces (two
+        pieces of the streamed update), programs for GPUs fragmentation. If the update has a higher
+        peak than forward and backward, see `update.Update`.
       host_states: Host memory of offloaded states: 8Ψ/N of Adam's state, 4Ψ/N of fp32 master
         parameters.
       host_saved: Host memory of activations that a remat policy offloads between forward and

@@ -1,6 +1,6 @@
 """Compile check of a plan: its step compiled for a target, or for the devices of the mesh."""
 
-import dataclasses
+import functools
 import pathlib
 from typing import Any
 
@@ -14,6 +14,8 @@ from zero_jax.hlo import aot, auditor, roofline, targets
 from zero_jax.hlo import latencies as own_latencies
 from zero_jax.hlo.targets import Target
 from zero_jax.sharding.mesh import AnyMesh, abstract_of
+
+PyTree = Any
 
 
 def check(latencies: str | pathlib.Path | None, target: Target | None) -> None:
@@ -46,64 +48,64 @@ def flags(latencies: str | pathlib.Path) -> str:
     return f"--{releases.LATENCIES}={pathlib.Path(latencies).absolute()}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Proof:
-    """A step and its compilation target.
+def compiled(
+    step: TrainStep,
+    args: tuple[PyTree, ...],
+    target: Target | None,
+    topology: str | None,
+    latencies: str | pathlib.Path | None,
+) -> auditor.Audit:
+    """Compiles a step for a target.
 
-    Attributes:
+    Args:
       step: The step.
       args: Its arguments, arrays or their shapes.
-      mesh: Its mesh.
-      target: None for the devices of the mesh.
+      target: None compiles for the devices of the mesh.
       topology: See `targets.topology`.
+      latencies: File to write modelled latencies to; the step is then compiled again with it.
+
+    Raises:
+      ValueError: There is nothing to compile for, or a loop of unknown length has no latencies.
     """
-
-    step: TrainStep
-    args: tuple[Any, ...]
-    mesh: AnyMesh
-    target: Target | None
-    topology: str | None
-
-    def compiled(self, latencies: str | pathlib.Path | None) -> auditor.Audit:
-        """Compiles the step; with `latencies`, compiles it again with the file written there."""
-        if self.target is None:
-            if isinstance(self.mesh, AbstractMesh):
-                raise ValueError(
-                    "the mesh has no devices to compile for: set `target`, such as target='h100', "
-                    "or use zero_jax.make_mesh()"
-                )
-            return auditor.audit(self.step.lower(*self.args).compile(), dict(self.mesh.shape))
-        found = self._for(self.target, None)
-        if latencies is None:
-            return found
-        if found.flops is None:
+    mesh = step.settings.mesh
+    if target is None:
+        if isinstance(mesh, AbstractMesh):
             raise ValueError(
-                f"`latencies`={str(latencies)!r}: a loop of the step has an unknown trip count: "
-                "use a loop of fixed length (jax.lax.scan), or leave latencies out"
+                "the mesh has no devices to compile for: set `target`, such as target='h100', "
+                "or use zero_jax.make_mesh()"
             )
-        at_once = releases.at_once(self.step.compiler_options(*self.args))
-        told = own_latencies.of(found.program, found.collectives, self.target, at_once)
-        pathlib.Path(latencies).write_text(own_latencies.text(told))
-        return self._for(self.target, told)
-
-    def time(self, compiled: auditor.Audit, model_flops: float | None) -> roofline.StepTime | None:
-        """Returns the modelled (roofline) step time; None for a device without known peaks."""
-        device = self.target
-        if device is None and not isinstance(self.mesh, AbstractMesh):
-            device = targets.of_kind(self.mesh.devices.flat[0].device_kind)
-        if device is None or device.platform != "cuda" or compiled.flops is None:
-            return None
-        return roofline.step_time(compiled.program, compiled.collectives, device, model_flops)
-
-    def _for(self, target: Target, told: Any) -> auditor.Audit:
-        mesh = abstract_of(self.mesh)
-        return aot.compile_for(
-            *(target, self.step.function, jax.tree.map(lambda x: _abstract(x, mesh), self.args)),
-            mesh,
-            topology=self.topology,
-            options=self.step.compiler_options(*self.args) if target.platform == "cuda" else {},
-            seconds=told,
+        return auditor.audit(step.lower(*args).compile(), dict(mesh.shape))
+    abstract = abstract_of(mesh)
+    shapes = jax.tree.map(lambda x: _abstract(x, abstract), args)
+    options = step.compiler_options(*args) if target.platform == "cuda" else {}
+    compile_for = functools.partial(
+        aot.compile_for,
+        *(target, step.function, shapes, abstract),
+        topology=topology,
+        options=options,
+    )
+    found = compile_for(seconds=None)
+    if latencies is None:
+        return found
+    if found.flops is None:
+        raise ValueError(
+            f"`latencies`={str(latencies)!r}: a loop of the step has an unknown trip count: "
+            "use a loop of fixed length (jax.lax.scan), or leave latencies out"
         )
+    modelled = own_latencies.of(found.program, found.collectives, target, releases.at_once(options))
+    pathlib.Path(latencies).write_text(own_latencies.text(modelled))
+    return compile_for(seconds=modelled)
+
+
+def time(
+    audit: auditor.Audit, target: Target | None, mesh: AnyMesh, model_flops: float | None
+) -> roofline.StepTime | None:
+    """Returns the modelled (roofline) step time; None for a device without known peaks."""
+    if target is None and not isinstance(mesh, AbstractMesh):
+        target = targets.of_kind(mesh.devices.flat[0].device_kind)
+    if target is None or target.platform != "cuda" or audit.flops is None:
+        return None
+    return roofline.step_time(audit.program, audit.collectives, target, model_flops)
 
 
 def _abstract(x: Any, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
