@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from zero_jax.adapters.matrix import Dims, Matrix, product, product_dims
 from zero_jax.sharding.paths import PyTree
@@ -116,16 +115,14 @@ class _Adapted(Evaluator):
         return again(*values)
 
 
-def _is_wide(dtype: DTypeLike) -> bool:
-    """Returns True for a cast that rounds no more than the step's own."""
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
-
-
 def _through(eqn: jex.JaxprEqn, matrix: Matrix) -> list[Value] | None:
     """Returns the result of an operation if it is a matrix again, else None."""
     name = eqn.primitive.name
-    if name == "convert_element_type" and _is_wide(eqn.params["new_dtype"]):
-        return [dataclasses.replace(matrix, dtype=eqn.params["new_dtype"])]
+    if name == "convert_element_type":
+        dtype = eqn.params["new_dtype"]
+        # A cast to 8 bits rounds more than the step's own.
+        wide = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2
+        return [dataclasses.replace(matrix, dtype=dtype)] if wide else None
     if name in ("copy", "stop_gradient"):
         return [jax.tree.map(jax.lax.stop_gradient, matrix) if name != "copy" else matrix]
     if not matrix.may_slice():

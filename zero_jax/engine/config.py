@@ -238,7 +238,8 @@ class Config:
         """
         # Where layers are not scanned, XLA must not prefetch for the next micro-batch: an iteration
         # over micro-batches reads all weights, and all would be gathered at once.
-        in_loops = self.grad_accum_steps == 1 or _scanned(layers)
+        scanned = bool(layers) and all(layer.scanned for layer in layers)
+        in_loops = self.grad_accum_steps == 1 or scanned
         own = self.bucket_bytes, self.shards, self._layer_bytes(layers), in_loops
         return compiler.options(*own)
 
@@ -276,8 +277,3 @@ class Config:
         rules = (*(self.logical_axis_rules or ()), *MEGATRON)
         sequences = SEQUENCE if self.sequence_parallel else ()
         return ModelAxis(size, self.param_specs, (*rules, *sequences))
-
-
-def _scanned(layers: Sequence[Layers]) -> bool:
-    """Returns whether all layers are run by loops."""
-    return bool(layers) and all(layer.scanned for layer in layers)

@@ -77,14 +77,15 @@ def at_rest_and_shard(params: PyTree, cuts: Sequence[Partition]) -> tuple[PyTree
 
 def _require(tx: optax.GradientTransformation, full: PyTree, piece: PyTree) -> None:
     sources: Sequence[jex.JaxprEqn | Exception]
+    cause: Exception
     try:
         _compare(tx, full, piece)
     except _ShardDiffersError as error:
-        verdict, why, sources = "is not", str(error), error.sources
-    except Exception as error:
+        verdict, why, sources, cause = "is not", str(error), error.sources, error
+    except Exception as error:  # any that the user's transformation raises
         line = str(error).partition("\n")[0]
         verdict, why = "could not be shown to be", f"it raised {type(error).__name__}: {line}"
-        sources = [error]
+        sources, cause = [error], error
     else:
         return
     whole = getattr(tx.update, "__qualname__", type(tx).__name__).partition(".<locals>")[0]
@@ -92,7 +93,7 @@ def _require(tx: optax.GradientTransformation, full: PyTree, piece: PyTree) -> N
         f"`tx`: {transformation_of(sources) or whole} {verdict} elementwise, and inside shard_map "
         f"it sees only this device's shards: {why}. Use tx = zero.optimizer(tx) outside shard_map, "
         "which is exact for every transformation"
-    )
+    ) from cause
 
 
 def _compare(tx: optax.GradientTransformation, full: PyTree, piece: PyTree) -> None:

@@ -22,7 +22,7 @@ from zero_jax.engine.trace import Traced, trace
 from zero_jax.offload import tiers
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.mesh import batch_axes, batch_shards
-from zero_jax.sharding.partition import Partition, partition
+from zero_jax.sharding.partition import Partition
 from zero_jax.sharding.paths import PyTree
 
 
@@ -111,9 +111,11 @@ class GlobalLoss:
             )
         full, rest = jax.eval_shape(layout.unpad, params), jax.tree.structure(params)
         specs = jax.tree.unflatten(rest, [leaf.cut.spec for leaf in traced.leaves])
-        grads = None if scale is None else jax.tree.unflatten(rest, _gradient_specs(traced))
         axes: PyTree = PartitionSpec(batch_axes(settings.mesh))
         same: PyTree = PartitionSpec()
+        # The gradient of a frozen leaf is a scalar zero.
+        grads = [same if leaf.frozen else leaf.cut.spec for leaf in traced.leaves]
+        grad_specs = None if scale is None else jax.tree.unflatten(rest, grads)
         aux = [axes if kind == losses.ROWS else same for kind in traced.kinds]
 
         def program(traced: Traced) -> Callable[..., Result]:
@@ -122,7 +124,7 @@ class GlobalLoss:
                 step.loss if scale is None else step.gradients,
                 mesh=settings.mesh,
                 in_specs=(specs, axes, same, same),
-                out_specs=Result(same, same, aux, grads, same, same),
+                out_specs=Result(same, same, aux, grad_specs, same, same),
                 # `model` stays automatic: XLA splits the matmuls as the weights are split.
                 axis_names=set(batch_axes(settings.mesh)),
                 # Off: with it, JAX inserts sums of its own for every replicated input, and models
@@ -135,12 +137,6 @@ class GlobalLoss:
         out = run(params, batch, (*extras, *traced.captured), given)
         tree = jax.tree.structure(traced.aux)
         return dataclasses.replace(out, aux=jax.tree.unflatten(tree, out.aux))
-
-
-def _gradient_specs(traced: Traced) -> list[PartitionSpec]:
-    """Returns the partition of stored gradients; that of a frozen leaf is a scalar zero."""
-    nothing = partition((), 1).spec
-    return [nothing if leaf.frozen else leaf.cut.spec for leaf in traced.leaves]
 
 
 def _check_masters(params: PyTree, frozen: list[bool]) -> None:

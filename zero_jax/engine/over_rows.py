@@ -11,7 +11,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.extend.core as jex
@@ -128,15 +128,10 @@ class RowFact:
         return self.summed > 0 and not self.is_mean
 
 
-class LossFacts(NamedTuple):
-    """The fact of a loss, and operations that combine rows of one device."""
-
-    loss: RowFact
-    mixed: Sequence[jex.JaxprEqn]
-
-
-def facts_of(closed: jex.ClosedJaxpr, trained: Sequence[bool], batch: Sequence[bool]) -> LossFacts:
-    """Analyses a traced loss; its first result is the loss.
+def facts_of(
+    closed: jex.ClosedJaxpr, trained: Sequence[bool], batch: Sequence[bool]
+) -> tuple[RowFact, Sequence[jex.JaxprEqn]]:
+    """Returns the fact of a loss, the first result, and operations that combine a device's rows.
 
     Args:
       closed: The program.
@@ -145,23 +140,23 @@ def facts_of(closed: jex.ClosedJaxpr, trained: Sequence[bool], batch: Sequence[b
 
     >>> def of(loss):
     ...     return facts_of(jax.make_jaxpr(loss)(1.0, jnp.ones(6)), [True, False], [False, True])
-    >>> of(lambda w, x: jnp.sum((w * x - 1) ** 2)).loss.is_sum
+    >>> of(lambda w, x: jnp.sum((w * x - 1) ** 2))[0].is_sum
     True
-    >>> of(lambda w, x: jnp.mean((w * x - 1) ** 2)).loss.is_sum
+    >>> of(lambda w, x: jnp.mean((w * x - 1) ** 2))[0].is_sum
     False
-    >>> len(of(lambda w, x: jnp.mean((w * (x - x.mean()) - 1) ** 2)).mixed)
+    >>> len(of(lambda w, x: jnp.mean((w * (x - x.mean()) - 1) ** 2))[1])
     1
     """
     inputs = list(zip(closed.jaxpr.invars, trained, batch, strict=True))
     rows = {shape_of(v)[0] for v, _, of_batch in inputs if of_batch}
     if len(rows) != 1 or min(rows) < 2:  # one row is its own mean
-        return LossFacts(RowFact(), ())
+        return RowFact(), ()
     facts = [
         RowFact(dim=0 if of_batch else None, trained=is_trained, counts=not is_float(v))
         for v, is_trained, of_batch in inputs
     ]
     analysis = _Rows(rows.pop())
-    return LossFacts(analysis.run(closed, facts)[0], analysis.mixed)
+    return analysis.run(closed, facts)[0], analysis.mixed
 
 
 def have_rows(closed: jex.ClosedJaxpr, batch: Sequence[bool]) -> list[bool]:

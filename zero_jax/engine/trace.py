@@ -131,8 +131,9 @@ def trace(
         ]
         if outside:
             leaves = list(map(lifetimes.summed_by_jax, leaves))
-        undifferentiable = ""
-        if _has_differentiated_loop(found, moved):
+        undifferentiable, loops = "", _DifferentiatedLoops()
+        loops.run(found, moved)
+        if loops.found:
             looped = [names[at] for at in sorted(read.read_by("while")) if not frozen[at]]
             undifferentiable = ", ".join(looped) or "values derived from parameters"
         known = found, leaves, read.layers, weighted, aux, kinds, undifferentiable, captured
@@ -235,14 +236,9 @@ def _check_weight(closed: jex.ClosedJaxpr, trained: Sequence[bool]) -> None:
         )
 
 
-def _has_differentiated_loop(closed: jex.ClosedJaxpr, trained: Sequence[bool]) -> bool:
-    """Returns whether a gradient flows through a loop of unknown length, where JAX has none."""
-    analysis = _DifferentiatedLoops()
-    analysis.run(closed, trained)
-    return analysis.found
-
-
 class _DifferentiatedLoops(HasGradient):
+    """Finds whether a gradient flows through a loop of unknown length, where JAX has none."""
+
     found = False
 
     def while_loop(self, eqn: jex.JaxprEqn, values: list[bool]) -> Sequence[bool]:
