@@ -283,7 +283,7 @@ def parse(record: Any) -> Completion | Conversation:
 
     >>> parse({"messages": [{"role": "usr", "content": "Hi"}]})
     Traceback (most recent call last):
-    ValueError: "role" is "usr": give one of system, developer, user, assistant, tool
+    ValueError: role 'usr' must be one of system, developer, user, assistant, tool
     """
     if not isinstance(record, dict) or not {"text", "messages", "prompt"} & record.keys():
         raise ValueError(
@@ -323,11 +323,11 @@ def is_learned(message: Message) -> bool:
 
 
 def _message(message: Any) -> Message:
-    if not isinstance(message, dict):
+    if not isinstance(message, dict) or "role" not in message:
         raise ValueError(f'a message must have "role" and "content": {_short(message)}')
-    role = message.get("role")
+    role = message["role"]
     if role not in ROLES:
-        raise ValueError(f'"role" is {_short(role)}: give one of {", ".join(ROLES)}')
+        raise ValueError(f"role {role!r} must be one of {', '.join(ROLES)}")
     for name in _FLAGS:
         flag = message.get(name)
         if flag not in (None, 0, 1) or (flag is True and role != "assistant"):
@@ -364,10 +364,8 @@ def _as_object(arguments: Any) -> Any:
     return {} if arguments == "" else _decoded(arguments, dict, "arguments")
 
 
-def calls_as_text(messages: Messages) -> Messages | None:
-    """Returns the messages with arguments of tool calls as JSON text; None if no call has any."""
-    if not _arguments(messages):
-        return None
+def calls_as_text(messages: Messages) -> Messages:
+    """Returns the messages with arguments of tool calls as JSON text."""
     as_text = functools.partial(json.dumps, ensure_ascii=False)
     return [
         {**message, "tool_calls": [_with_arguments(x, as_text) for x in message["tool_calls"]]}
@@ -377,12 +375,7 @@ def calls_as_text(messages: Messages) -> Messages | None:
     ]
 
 
-def objects_written_by_python(messages: Messages, text: str) -> bool:
-    """Returns True if a text has arguments of tool calls as Python shows them, {'a': 1}."""
-    return any(repr(arguments) in text for arguments in _arguments(messages))
-
-
-def _arguments(messages: Messages) -> list[Mapping[str, Any]]:
+def arguments_in(messages: Messages) -> list[Mapping[str, Any]]:
     """Returns the arguments of all tool calls that have some."""
     calls = [call for message in messages for call in message.get("tool_calls", [])]
     return [x for call in calls if (x := call.get("function", call).get("arguments"))]

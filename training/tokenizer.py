@@ -25,9 +25,9 @@ from training.records import (
     Conversation,
     Messages,
     Record,
+    arguments_in,
     calls_as_text,
     is_learned,
-    objects_written_by_python,
     parse,
 )
 from training.show import printable
@@ -298,15 +298,15 @@ class Tokenizer:
         Most templates take the arguments of a tool call as an object, some as JSON text; the latter
         fail on an object or write it as Python does.
         """
-        as_text = calls_as_text(messages)
+        arguments = arguments_in(messages)
         try:
             text, blocks = self._render(messages, options)
-        except ValueError:
-            if as_text is None:
-                raise
-        else:
-            if as_text is None or not objects_written_by_python(messages, text):
+            if not any(repr(objects) in text for objects in arguments):
                 return messages, text, blocks
+        except ValueError:
+            if not arguments:
+                raise
+        as_text = calls_as_text(messages)
         return as_text, *self._render(as_text, options)
 
     def _template(self, options: Options) -> str:

@@ -76,7 +76,7 @@ REFUSED = [
 BAD_LINES = [
     (b"{", ""), (b"[1]", r"\[1\]"), (b'{"txt": "x"}', '"text"'), (b'{"text": 3}', '"text" is 3'),
     (b'{"messages": []}', '"messages"'), (b'{"messages": [{"content": "x"}]}', '"role"'),
-    (b'{"messages": [{"role": "usr", "content": "x"}]}', '"role" is "usr"'),
+    (b'{"messages": [{"role": "usr", "content": "x"}]}', "'usr'"),
     (b'{"messages": [{"role": "user", "content": 3}]}', '"content" is 3'),
     (b'{"text": "a \\ud83d"}', '"text"'), (b'{"prompt": "x"}', '"completion"'),
     (b'{"prompt": "x", "completion": []}', '"completion"'), (b"[" * 100_000, ""), (b"\xff\xfe", ""),
