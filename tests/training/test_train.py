@@ -449,7 +449,7 @@ REFUSED = [
     ("--tokenizer broken", "broken"), ("--init-from plain", "plain has no chat template"),
     ("--lora-rank 2 --lora-init-from x", "x/adapter_config.json"), ("--init-from lama", "'lama'"),
     ("--save-steps 0 --export-dir new", "--export-dir.*--save-steps 0"),
-    ("--data broken.jsonl", "broken.jsonl, line 2: .*bot"), ("--tokenizer nowhere", "nowhere"),
+    ("--data broken.jsonl", "broken.jsonl, line 2: role 'bot'"), ("--tokenizer nowhere", "nowhere"),
 ]  # fmt: skip
 
 
