@@ -10,6 +10,7 @@ Sources: Hu et al., LoRA, arXiv:2106.09685, section 4.1; Dettmers et al., QLoRA,
 """
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 
@@ -18,8 +19,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from zero_jax.adapters.matrix import Dims, Matrix
-from zero_jax.adapters.quantised import KINDS, Quantised, is_smaller, named, quantise
-from zero_jax.adapters.quantised import structure as structure_of
+from zero_jax.adapters.quantised import KINDS, Quantised, is_smaller, is_whole, named, quantise
 from zero_jax.adapters.run import run
 from zero_jax.names import unknown
 from zero_jax.sharding import paths
@@ -29,7 +29,6 @@ LossFn = Callable[..., PyTree]
 ALL_LINEAR = "all-linear"
 _FLOATS = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 BASES = (*_FLOATS, *KINDS)
-FROZEN = "^base(/|$)"  # the paths of what is not trained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +121,7 @@ class Adapted:
     @property
     def frozen(self) -> str:
         """Pattern of the frozen leaves, for `Zero(frozen=...)`."""
-        return FROZEN
+        return "^base(/|$)"
 
     def init(self, make: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Wraps a function that makes the model into one that makes base and adapters."""
@@ -150,21 +149,20 @@ class Adapted:
 
     def new(self, params: PyTree) -> PyTree:
         """Initialises adapters: A uniformly like `torch.nn.Linear`, B with zeros."""
-        known = dict(paths.named_leaves(params))
-        return {name: self._new(name, tuple(known[name].shape)) for name in self.targets}
-
-    def _new(self, name: str, shape: tuple[int, ...]) -> PyTree:
-        dims = self.multiplied[name]
-        a, b = dims.shapes(shape, self.lora.rank)
-        key = jax.random.fold_in(jax.random.key(self.lora.seed), zlib.crc32(name.encode()))
-        most = dims.fan_in(shape) ** -0.5
-        return {"a": jax.random.uniform(key, a, minval=-most, maxval=most), "b": jnp.zeros(b)}
+        shapes = {name: leaf.shape for name, leaf in paths.named_leaves(params)}
+        adapters = {}
+        for name in self.targets:
+            dims, shape = self.multiplied[name], shapes[name]
+            a, b = dims.shapes(shape, self.lora.rank)
+            key = jax.random.fold_in(jax.random.key(self.lora.seed), zlib.crc32(name.encode()))
+            most = math.prod(shape[d] for d in dims.inputs) ** -0.5
+            random = jax.random.uniform(key, a, minval=-most, maxval=most)
+            adapters[name] = {"a": random, "b": jnp.zeros(b)}
+        return adapters
 
     def loss(self, params: PyTree, batch: PyTree, *extras: PyTree) -> PyTree:
         """Computes the loss of the adapted model, for `Zero`; never materialises W + s·A·B."""
-        base, structure = named(params["base"]), structure_of(params["base"])
-        compute = params["lora"][self.targets[0]]["a"].dtype
-        given = [self._matrix(name, leaf, params["lora"], compute) for name, leaf in base]
+        given, structure = self._matrices(params, params["lora"][self.targets[0]]["a"].dtype)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
         closed, made = jax.make_jaxpr(self.loss_fn, return_shape=True)(
             jax.tree.unflatten(structure, shapes), batch, *extras
@@ -172,21 +170,27 @@ class Adapted:
         outs = run(closed, [*given, *jax.tree.leaves((batch, extras))])
         return jax.tree.unflatten(jax.tree.structure(made), outs)
 
-    def _matrix(
-        self, name: str, leaf: jax.Array | Quantised, lora: PyTree, compute: DTypeLike
-    ) -> jax.Array | Matrix:
-        low = lora.get(name)
-        if low is None and not isinstance(leaf, Quantised):
-            return leaf.astype(compute) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-        pair = None if low is None else (low["a"], low["b"])
-        return Matrix(leaf, pair, name, compute, self.multiplied[name], self.lora.scale)
+    def _matrices(
+        self, params: PyTree, compute: DTypeLike
+    ) -> tuple[list[jax.Array | Matrix], jax.tree_util.PyTreeDef]:
+        """Returns the leaves of the adapted model in the compute dtype, and its structure."""
+        leaves: list[jax.Array | Matrix] = []
+        for name, leaf in named(params["base"]):
+            low = params["lora"].get(name)
+            if low is not None or isinstance(leaf, Quantised):
+                pair = None if low is None else (low["a"], low["b"])
+                dims, scale = self.multiplied[name], self.lora.scale
+                leaves.append(Matrix(leaf, pair, name, compute, dims, scale))
+            else:
+                is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+                leaves.append(leaf.astype(compute) if is_float else leaf)
+        return leaves, jax.tree.structure(params["base"], is_leaf=is_whole)
 
     def merged(self, params: PyTree) -> PyTree:
         """Returns the full fp32 model with its adapters added, for sampling or inspection."""
-        base, structure = named(params["base"]), structure_of(params["base"])
-        own = [self._matrix(name, leaf, params["lora"], jnp.float32) for name, leaf in base]
-        whole = [x.whole() if isinstance(x, Matrix) else x for x in own]
-        return jax.tree.unflatten(structure, whole)
+        leaves, structure = self._matrices(params, jnp.float32)
+        full = [x.whole() if isinstance(x, Matrix) else x for x in leaves]
+        return jax.tree.unflatten(structure, full)
 
 
 def _multiplied(
@@ -211,9 +215,9 @@ def _multiplied(
     found: dict[str, Dims] = {}
     for name, _ in own:
         dims = reads.get(name, set())
-        first = next(iter(dims), None)
-        if len(dims) == 1 and first is not None and first.inputs and first.outputs:
-            found[name] = first
+        only = next(iter(dims)) if len(dims) == 1 else None
+        if only is not None and only.inputs and only.outputs:
+            found[name] = only
     return found
 
 

@@ -11,7 +11,6 @@ that are neither (a stack of layers, experts of a batched product):
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import jax
@@ -36,28 +35,17 @@ class Dims:
 
     def shapes(self, matrix: Sequence[int], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the shapes of A and B."""
-        sizes = {d: n for d, n in zip(range(-len(matrix), 0), matrix, strict=True)}
-        a = [n for d, n in sizes.items() if d not in self.outputs]
-        b = [n for d, n in sizes.items() if d not in self.inputs]
-        b.insert(self._place_of_rank(len(matrix)), rank)
-        return (*a, rank), tuple(b)
-
-    def fan_in(self, matrix: Sequence[int]) -> int:
-        """Returns the number of inputs that an output is the sum of."""
-        return math.prod(matrix[d] for d in self.inputs)
-
-    def _place_of_rank(self, ndim: int) -> int:
-        """Returns the position of r among the dims of B."""
-        first = min(self.outputs)
-        return sum(d not in self.inputs for d in range(-ndim, first))
+        a, b, w = self.letters(len(matrix))
+        sizes = dict(zip(w, matrix, strict=True)) | {"z": rank}
+        return tuple(sizes[c] for c in a), tuple(sizes[c] for c in b)
 
     def letters(self, ndim: int) -> tuple[str, str, str]:
-        """Returns the dims of A, B and W as letters of `einsum`."""
+        """Returns the dims of A, B and W as letters of `einsum`; r is z."""
         named = {d: chr(ord("a") + i) for i, d in enumerate(range(-ndim, 0))}
-        a = "".join(c for d, c in named.items() if d not in self.outputs) + "z"
-        b = [c for d, c in named.items() if d not in self.inputs]
-        b.insert(self._place_of_rank(ndim), "z")
-        return a, "".join(b), "".join(named.values())
+        first = min(self.outputs)
+        a = [c for d, c in named.items() if d not in self.outputs]
+        b = ["z" + c if d == first else c for d, c in named.items() if d not in self.inputs]
+        return "".join([*a, "z"]), "".join(b), "".join(named.values())
 
 
 @jax.tree_util.register_dataclass

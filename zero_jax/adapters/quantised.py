@@ -13,7 +13,6 @@ Source: Dettmers et al., QLoRA, arXiv:2305.14314, section 3 and appendix E.
 """
 
 import dataclasses
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +73,12 @@ class Quantised:
         """Returns the dequantised matrix."""
         scales = jax.lax.bitcast_convert_type(self.scales, jnp.bfloat16)
         at = self.dim % scales.ndim
-        values = _values(_in_blocks(self.codes, at, scales.shape[at]), at + 1, self.kind)
+        codes = _in_blocks(self.codes, at, scales.shape[at])
+        if self.kind == "int8":
+            values = codes.astype(jnp.float32)
+        else:
+            both = jnp.concatenate([codes & 15, codes >> 4], axis=at + 1)
+            values = jnp.take(jnp.asarray(NF4), both.astype(jnp.int32), mode="clip")
         rows = _joined(values * jnp.expand_dims(scales.astype(jnp.float32), at + 1), at)
         return jax.lax.slice_in_dim(rows, 0, self.rows, axis=at).astype(dtype)
 
@@ -90,18 +94,13 @@ def is_smaller(kind: str, rows: int) -> bool:
 
 def named(tree: PyTree) -> list[tuple[str, PyTree]]:
     """Returns (path, leaf) of every leaf; quantised and padded leaves are not taken apart."""
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_whole)
-    marks = jax.tree.unflatten(treedef, [np.zeros(()) for _ in leaves])
-    paths_of = [path for path, _ in paths.named_leaves(marks)]
-    return list(zip(paths_of, leaves, strict=True))
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_whole)
+    numbered = jax.tree.unflatten(treedef, range(len(leaves)))
+    return [(path, leaves[i]) for path, i in paths.named_leaves(numbered)]
 
 
-def structure(tree: PyTree) -> jax.tree_util.PyTreeDef:
-    """Returns the structure of a tree whose leaves are those of `named`."""
-    return jax.tree.structure(tree, is_leaf=_is_whole)
-
-
-def _is_whole(node: PyTree) -> bool:
+def is_whole(node: PyTree) -> bool:
+    """Returns True for a node that is a leaf of `named`, although it has leaves of its own."""
     return isinstance(node, (Quantised, paths.Padded))
 
 
@@ -127,11 +126,19 @@ def quantise(x: Array, kind: str, dim: int) -> Quantised:
     split = _in_blocks(xp.pad(x.astype(xp.float32), around), at, blocks)
     largest = xp.abs(split).max(axis=at + 1, initial=0)
     # A product, because XLA replaces a division by a constant, and the last bit may differ.
-    scales = _rounded(xp, largest * _OF_127 if kind == "int8" else largest)
-    unit = xp.expand_dims(scales, at + 1)
+    scales = largest * _OF_127 if kind == "int8" else largest
+    if xp is jnp:  # XLA for GPUs omits the pair of casts that rounds
+        scales = jax.lax.reduce_precision(scales, exponent_bits=8, mantissa_bits=7)
     scales = scales.astype(jnp.bfloat16)
-    codes = _int8(xp, split, unit) if kind == "int8" else _nf4(xp, split, unit, at + 1)
-    return Quantised(_joined(codes, at), _bits(xp, scales), kind, dim % x.ndim - x.ndim, rows)
+    unit = xp.expand_dims(scales.astype(xp.float32), at + 1)
+    if kind == "int8":
+        steps = xp.rint(split / xp.where(unit > 0, unit, np.float32(1)))
+        codes = xp.clip(steps, -127, 127).astype(xp.int8)
+    else:
+        below = sum((split > middle * unit).astype(xp.uint8) for middle in _MIDDLES)
+        low, high = xp.split(below, 2, axis=at + 1)
+        codes = low | (high << 4)
+    return Quantised(_joined(codes, at), scales.view(xp.uint16), kind, at - x.ndim, rows)
 
 
 def _in_blocks(x: Array, at: int, blocks: int) -> Array:
@@ -142,37 +149,3 @@ def _in_blocks(x: Array, at: int, blocks: int) -> Array:
 def _joined(x: Array, at: int) -> Array:
     """Inverts `_in_blocks`."""
     return x.reshape(*x.shape[:at], x.shape[at] * x.shape[at + 1], *x.shape[at + 2 :])
-
-
-def _rounded(xp: ModuleType, x: Array) -> Array:
-    """Rounds fp32 to bfloat16 precision. XLA for GPUs omits a pair of casts."""
-    if xp is np:
-        return x.astype(jnp.bfloat16).astype(np.float32)
-    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-
-
-def _bits(xp: ModuleType, scales: Array) -> Array:
-    if xp is np:
-        return scales.view(np.uint16)
-    return jax.lax.bitcast_convert_type(scales, jnp.uint16)
-
-
-def _int8(xp: ModuleType, split: Array, unit: Array) -> Array:
-    whole = xp.where(unit > 0, unit, np.float32(1))
-    return xp.clip(xp.rint(split / whole), -127, 127).astype(xp.int8)
-
-
-def _nf4(xp: ModuleType, split: Array, unit: Array, at: int) -> Array:
-    codes = xp.zeros(split.shape, xp.uint8)
-    for middle in _MIDDLES:
-        codes = codes + (split > middle * unit).astype(xp.uint8)
-    low, high = xp.split(codes, 2, axis=at)
-    return low | (high << 4)
-
-
-def _values(codes: Array, at: int, kind: str) -> Array:
-    """Returns the fp32 values of codes in units of their scale."""
-    if kind == "int8":
-        return codes.astype(jnp.float32)
-    both = jnp.concatenate([codes & 15, codes >> 4], axis=at)
-    return jnp.take(jnp.asarray(NF4), both.astype(jnp.int32), mode="clip")

@@ -72,13 +72,11 @@ class _Adapted(Evaluator):
     def _of_full(self, eqn: jex.JaxprEqn) -> Callable[..., list[Value]]:
         return lambda *values: function(eqn)(*self.opened(values))
 
-    # A loop or a function with a custom gradient decides by itself what it saves.
-
     def while_loop(self, eqn: jex.JaxprEqn, values: list[Value]) -> Sequence[Value]:
         return self._of_full(eqn)(*values)
 
-    def custom_derivative(self, eqn: jex.JaxprEqn, values: list[Value]) -> Sequence[Value]:
-        return self._of_full(eqn)(*values)
+    # Like a loop, a function with a custom gradient decides by itself what it saves.
+    custom_derivative = while_loop
 
     def cond(self, eqn: jex.JaxprEqn, values: list[Value]) -> Sequence[Value]:
         return self.default(eqn, values)

@@ -36,9 +36,8 @@ class Damaged(ValueError):
 
 
 class Chunk(NamedTuple):
-    """The position of a chunk in the grid, and its bounds in the array."""
+    """The bounds of a chunk in the array, or of its part in a box."""
 
-    position: Index
     starts: Index
     stops: Index
 
@@ -127,8 +126,7 @@ class StoredArray:
             target = store[tuple(map(slice, starts, map(operator.add, starts, piece.shape)))]
             futures.append(target.write(value, can_reference_source_data_indefinitely=True))
         for (starts, _), future in zip(pieces, futures, strict=True):
-            first = [a // c for a, c in zip(starts, self.chunk, strict=True)]
-            with _system_errors(self._path(root, first)):
+            with _system_errors(self._path(root, starts)):
                 future.result()
 
     def read(self, root: Path, starts: Index, stops: Index) -> np.ndarray:
@@ -150,21 +148,21 @@ class StoredArray:
 
         Lists nothing in advance: a forged manifest may describe 2^50 chunks.
         """
-        box = starts or (0,) * len(self.shape), stops or self.shape, self.chunk
-        first, last, size = (np.array(x, np.int64) for x in box)
-        origin = first // size
-        counts = np.where(first < last, -(-last // size) - origin, 0).tolist()
+        box = starts or (0,) * len(self.shape), stops or self.shape
+        grid = [range(a - a % c, b, c) for a, b, c in zip(*box, self.chunk, strict=True)]
+        counts = tuple(map(len, grid))
         for number in range(math.prod(counts)):
-            at = origin + np.array(np.unravel_index(number, tuple(counts)), np.int64)
-            bounds = np.maximum(first, at * size), np.minimum(last, (at + 1) * size)
-            yield Chunk(*(tuple(x.tolist()) for x in (at, *bounds)))
+            corner = map(operator.getitem, grid, np.unravel_index(number, counts))
+            first = tuple(map(max, box[0], corner))
+            ends = (a - a % c + c for a, c in zip(first, self.chunk, strict=True))
+            yield Chunk(first, tuple(map(min, box[1], ends)))
 
     def check_file(self, root: Path, chunk: Chunk) -> None:
         """Raises Damaged if a chunk's file is missing, a pipe or of another size than a chunk.
 
         TensorStore would wait for the writer of a pipe, and read a file of any size.
         """
-        path = self._path(root, chunk.position)
+        path = self._path(root, chunk.starts)
         nbytes = math.prod(self.chunk) * jnp.dtype(self.stored).itemsize + CRC_BYTES
         size = path.stat().st_size if path.is_file() else None
         if size != nbytes:
@@ -172,7 +170,9 @@ class StoredArray:
             count = math.prod(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True))
             raise Damaged(f"{path} {problem}; the array has {count:,} chunks of {nbytes:,} bytes")
 
-    def _path(self, root: Path, position: Sequence[int]) -> Path:
+    def _path(self, root: Path, index: Index) -> Path:
+        """Returns the file of the chunk with the element at an index."""
+        position = map(operator.floordiv, index, self.chunk)
         return root.joinpath(self.folder, "c", *map(str, position))
 
     def _open(self, root: Path, create: bool = False) -> ts.TensorStore:

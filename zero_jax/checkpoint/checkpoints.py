@@ -67,13 +67,10 @@ class Restored:
     changed: tuple[str, ...]
 
     def __str__(self) -> str:
-        missing, extra, changed = (
-            ", ".join(names) or "none" for names in (self.missing, self.extra_arrays, self.changed)
-        )
-        return (
-            f"step {self.step}: restored {len(self.restored)} arrays; missing: {missing}; "
-            f"extra: {extra}; of another shape or dtype: {changed}"
-        )
+        differing = {"missing": self.missing, "extra": self.extra_arrays}
+        differing["of another shape or dtype"] = self.changed
+        lists = [f"{kind}: {', '.join(names) or 'none'}" for kind, names in differing.items()]
+        return f"step {self.step}: restored {len(self.restored)} arrays; {'; '.join(lists)}"
 
 
 class Checkpoints:
@@ -118,7 +115,7 @@ class Checkpoints:
         lock = on_first_process(lambda: locked(self.directory))
         if lock is not None:
             self._at_close.callback(os.close, lock)
-            self._at_close.callback(retention.Sweeper(self.directory).close)
+            self._at_close.callback(retention.sweep(self.directory))
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             keep_period=keep_every,

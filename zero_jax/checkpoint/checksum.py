@@ -11,7 +11,6 @@ from collections.abc import Iterable
 import numpy as np
 from jax.experimental import multihost_utils
 
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _SLAB = 1 << 20  # elements widened to 64 bits at a time
 MODULUS = 1 << 64
 
@@ -22,7 +21,8 @@ def as_unsigned(piece: np.ndarray) -> np.ndarray:
     >>> as_unsigned(np.array([1.0, -0.0], np.float32)).tolist()
     [1065353216, 2147483648]
     """
-    return np.ascontiguousarray(piece).reshape(piece.shape).view(_UNSIGNED[piece.dtype.itemsize])
+    # `ascontiguousarray` gives a number one dim.
+    return np.ascontiguousarray(piece).reshape(piece.shape).view(f"u{piece.dtype.itemsize}")
 
 
 def checksum(piece: np.ndarray, starts: tuple[int, ...]) -> int:

@@ -54,9 +54,13 @@ def unfinished(directory: pathlib.Path) -> list[str]:
 def summary(folder: pathlib.Path) -> Summary:
     """Returns a summary from the names and sizes of files, without reading arrays."""
     manifest, problems = _problems(folder, read=False)
-    files = [p.stat().st_size for p in folder.rglob("*") if p.is_file()]
-    sealed = (folder / SEAL).exists()
-    return Summary(sum(files), _seconds(folder), manifest, sealed, tuple(problems))
+    nbytes = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+    try:
+        metadata = json.loads(regular_bytes(folder / _ORBAX_METADATA))
+        seconds = float(metadata["commit_timestamp_nsecs"]) / 1e9
+    except (OSError, ValueError, KeyError, TypeError):
+        seconds = None
+    return Summary(nbytes, seconds, manifest, (folder / SEAL).exists(), tuple(problems))
 
 
 def damage(folder: pathlib.Path) -> list[str]:
@@ -83,9 +87,8 @@ def _problems(folder: pathlib.Path, *, read: bool) -> tuple[Manifest | None, lis
         manifest = Manifest.read(folder / ITEM)
     except (ValueError, OSError) as error:
         return None, [str(error)]
-    problems = []
+    problems, root = [], folder / ITEM
     for name, array in manifest.arrays.items():
-        root = folder / ITEM
         try:
             for chunk in array.chunks():
                 array.check_file(root, chunk)
@@ -94,11 +97,3 @@ def _problems(folder: pathlib.Path, *, read: bool) -> tuple[Manifest | None, lis
         except (Damaged, OSError) as error:
             problems.append(f"{name}: {error}")
     return manifest, problems
-
-
-def _seconds(folder: pathlib.Path) -> float | None:
-    try:
-        metadata = json.loads(regular_bytes(folder / _ORBAX_METADATA))
-        return float(metadata["commit_timestamp_nsecs"]) / 1e9
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

@@ -1,7 +1,7 @@
 """Removal of old checkpoints: renamed first, then deleted in the background.
 
 A process that is killed while it deletes a checkpoint would leave an incomplete one. So Orbax moves
-old checkpoints to `.discarded`, and a `Sweeper` deletes them there.
+old checkpoints to `.discarded`, and `sweep` deletes them there.
 """
 
 import pathlib
@@ -9,6 +9,7 @@ import shutil
 import sys
 import threading
 import uuid
+from collections.abc import Callable
 
 FOLDER = ".discarded"
 AFTER = "after-"
@@ -37,44 +38,43 @@ def set_aside(directory: pathlib.Path, after: int) -> list[int] | None:
     return list(later)
 
 
-class Sweeper:
-    """Deletes discarded checkpoints of this run and of killed ones, in the background."""
+def sweep(directory: pathlib.Path) -> Callable[[], None]:
+    """Deletes discarded checkpoints of this run and of killed ones in the background.
 
-    def __init__(self, directory: pathlib.Path):
-        self._folder, self._closed = directory / FOLDER, threading.Event()
-        self._reported: set[str] = set()
-        # A daemon: after an end without `close` the next run deletes the rest.
-        self._thread = threading.Thread(target=self._sweep, daemon=True)
-        self._thread.start()
+    Returns a function that deletes the remaining ones and ends the thread.
+    """
+    closed = threading.Event()
+    # A daemon: after an end without `close` the next run deletes the rest.
+    thread = threading.Thread(target=_sweep, args=(directory / FOLDER, closed), daemon=True)
+    thread.start()
 
-    def close(self) -> None:
-        """Deletes the remaining ones."""
-        self._closed.set()
-        self._thread.join()
+    def close() -> None:
+        closed.set()
+        thread.join()
 
-    def _sweep(self) -> None:
-        is_last = False
-        while not is_last:
-            is_last = self._closed.wait(_INTERVAL)
-            try:
-                discarded = list(self._folder.glob("*"))
-            except OSError:  # the storage does not answer: retried in the next sweep
-                continue
-            for path in discarded:
-                self._delete(path)
+    return close
 
-    def _delete(self, path: pathlib.Path) -> None:
-        step = path.name.partition(".")[0]
+
+def _sweep(folder: pathlib.Path, closed: threading.Event) -> None:
+    is_last, reported = False, set[str]()
+    while not is_last:
+        is_last = closed.wait(_INTERVAL)
         try:
-            if _is_step(path.name):  # frees the name: the same step may be discarded again
-                path = path.rename(path.with_name(f"{step}.{uuid.uuid4().hex}"))
-            shutil.rmtree(path, ignore_errors=True)  # deletes every file that it can
-            if path.exists():
-                shutil.rmtree(path)
-        except OSError as error:
-            if step not in self._reported:
-                self._reported.add(step)
-                print(f"delete {path}, which is discarded: {error}", file=sys.stderr)
+            discarded = list(folder.glob("*"))
+        except OSError:  # the storage does not answer: retried in the next sweep
+            continue
+        for path in discarded:
+            step = path.name.partition(".")[0]
+            try:
+                if _is_step(path.name):  # frees the name: the same step may be discarded again
+                    path = path.rename(path.with_name(f"{step}.{uuid.uuid4().hex}"))
+                shutil.rmtree(path, ignore_errors=True)  # deletes every file that it can
+                if path.exists():
+                    shutil.rmtree(path)
+            except OSError as error:
+                if step not in reported:
+                    reported.add(step)
+                    print(f"delete {path}, which is discarded: {error}", file=sys.stderr)
 
 
 def _is_step(name: str) -> bool:

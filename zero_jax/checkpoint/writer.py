@@ -54,11 +54,30 @@ class OrbaxHandler(ocp.AsyncCheckpointHandler):
         return [future]
 
     def save(self, directory: os.PathLike[str], args: "SaveArgs") -> None:
-        _save_together(pathlib.Path(os.fspath(directory)), args)
+        """Writes this process's part; process 0 adds the manifest when all parts are written.
+
+        Raises in every process if one fails: Orbax would leave the others waiting.
+        """
+        folder, number = pathlib.Path(directory), next(_save_numbers)
+        failure: Exception | None = None
+        for work in (write_part, _write_manifest):
+            try:
+                if failure is None:
+                    work(folder, args)
+            except Exception as error:  # raised below, after the barrier
+                failure = error
+            barrier = f"zero_jax.{work.__name__}.{number}"
+            get_barrier_sync_fn()(key=barrier, timeout_ms=_BARRIER_TIMEOUT_MS)
+        if failure is None and not (folder / MANIFEST).exists():
+            failure = OSError(
+                f"another process could not write to {folder}: see the error it prints"
+            )
+        if failure is not None:
+            raise failure
 
     def restore(self, directory: os.PathLike[str], args: object = None) -> Manifest:
         """Returns the manifest; `Checkpoints.restore` reads the arrays."""
-        return Manifest.read(pathlib.Path(os.fspath(directory)))
+        return Manifest.read(pathlib.Path(directory))
 
 
 @checkpoint_args.register_with_handler(OrbaxHandler, for_save=True, for_restore=True)
@@ -68,28 +87,6 @@ class SaveArgs(ocp.args.CheckpointArgs):
 
     manifest: Manifest
     pieces: dict[str, Pieces]
-
-
-def _save_together(folder: pathlib.Path, args: SaveArgs) -> None:
-    """Writes this process's part; process 0 adds the manifest when all parts are written.
-
-    Raises in every process if one fails: Orbax would leave the others waiting.
-    """
-    failure: Exception | None = None
-    number = next(_save_numbers)
-    for work in (write_part, _write_manifest):
-        try:
-            if failure is None:
-                work(folder, args)
-        except Exception as error:  # raised below, after the barrier
-            failure = error
-        get_barrier_sync_fn()(
-            key=f"zero_jax.{work.__name__}.{number}", timeout_ms=_BARRIER_TIMEOUT_MS
-        )
-    if failure is None and not (folder / MANIFEST).exists():
-        failure = OSError(f"another process could not write to {folder}: see the error it prints")
-    if failure is not None:
-        raise failure
 
 
 def write_part(folder: pathlib.Path, args: SaveArgs) -> None:

@@ -55,17 +55,15 @@ def gather(shard: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
     full = shard if wire.compute is None else cast(shard, wire.compute)
     if cut.dim is None:
         return full
-    dim = cut.dim % full.ndim
-    if wire.gather_bits and _as_integers(cut) and jnp.issubdtype(full.dtype, jnp.floating):
-        args = (cut.axis, dim, wire.bucket, full.dtype)
-
-        def exact(x: jax.Array) -> jax.Array:
-            return buckets.all_gather(cast(x, full.dtype), cut.axis, dim, wire.bucket)
-
-        collective = _as_if_exact(lambda x: quantised.all_gather(x, *args), exact)
-        full = _pieces(collective, shard, cut)
-    else:
-        full = _along(buckets.all_gather, full, cut, cut.axis, wire)
+    collective: Collective = buckets.all_gather
+    dim, dtype = cut.dim % full.ndim, full.dtype
+    if wire.gather_bits and _as_integers(cut) and jnp.issubdtype(dtype, jnp.floating):
+        full = shard
+        collective = _as_if_exact(
+            functools.partial(quantised.all_gather, dtype=dtype),
+            lambda x, axis, dim, bucket: buckets.all_gather(cast(x, dtype), axis, dim, bucket),
+        )
+    full = _along(collective, full, cut, cut.axis, wire)
     return strip_dim(full, dim, cut.size) if cut.padded else full
 
 
@@ -76,14 +74,9 @@ def reduce_scatter(full: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
     collective: Collective = buckets.psum_scatter
     bits = wire.scatter_bits if cut.dim is not None and _as_integers(cut) else None
     if bits:
-
-        def rounded(x: jax.Array, axis: Axis, dim: int, bucket: int | None) -> jax.Array:
-            return _as_if_exact(
-                lambda x: quantised.psum_scatter(x, axis, dim, bucket, bits=bits),
-                lambda x: buckets.psum_scatter(x, axis, dim, bucket),
-            )(x)
-
-        collective = rounded
+        collective = _as_if_exact(
+            functools.partial(quantised.psum_scatter, bits=bits), buckets.psum_scatter
+        )
 
     def one(x: jax.Array) -> jax.Array:
         x = x if bits else x.astype(_sum_dtype(cut, wire))
@@ -148,17 +141,21 @@ def _by_layer(fn: Function, x: jax.Array, cut: Partition, wire: Wire) -> jax.Arr
     return jax.lax.map(fn, x) if whole_stack and large else fn(x)
 
 
-def _as_if_exact(rounded: Function, exact: Function) -> Function:
+def _as_if_exact(rounded: Collective, exact: Collective) -> Collective:
     """Returns a collective that rounds, with the derivative of one that does not round."""
-    wrapped = jax.custom_jvp(rounded)
+    wrapped = jax.custom_jvp(rounded, nondiff_argnums=(1, 2, 3))
 
+    @wrapped.defjvp
     def tangent(
-        primals: tuple[jax.Array], tangents: tuple[jax.Array]
+        axis: Axis,
+        dim: int,
+        bucket: int | None,
+        primals: tuple[jax.Array],
+        tangents: tuple[jax.Array],
     ) -> tuple[jax.Array, jax.Array]:
-        out = wrapped(*primals)
-        return out, exact(*tangents).astype(out.dtype)
+        out = wrapped(*primals, axis, dim, bucket)
+        return out, exact(*tangents, axis, dim, bucket).astype(out.dtype)
 
-    wrapped.defjvp(tangent)
     return wrapped
 
 
@@ -168,18 +165,21 @@ def _along(
     """Runs a collective over `axis` along the sharded dim."""
     assert cut.dim is not None
     dim = cut.dim % x.ndim
-    return _pieces(lambda x: collective(x, axis, dim, wire.bucket), x, cut)
+
+    def piece(x: jax.Array) -> jax.Array:
+        return collective(x, axis, dim, wire.bucket)
+
+    return on_pieces(piece, x, cut.model, cut.model_shards)
 
 
 def _summed(x: jax.Array, cut: Partition, axis: Axis, wire: Wire) -> jax.Array:
-    def one(x: jax.Array) -> jax.Array:
-        return _pieces(lambda x: buckets.psum(x, axis, wire.bucket), x, cut)
+    def piece(x: jax.Array) -> jax.Array:
+        return buckets.psum(x, axis, wire.bucket)
 
-    return _by_layer(one, x, cut, wire)  # for what the cast to fp32 made large
+    def layer(x: jax.Array) -> jax.Array:
+        return on_pieces(piece, x, cut.model, cut.model_shards)
 
-
-def _pieces(fn: Function, x: jax.Array, cut: Partition) -> jax.Array:
-    return on_pieces(fn, x, cut.model, cut.model_shards)
+    return _by_layer(layer, x, cut, wire)  # for what the cast to fp32 made large
 
 
 def local_shard(full: jax.Array, cut: Partition, axis: Axis) -> jax.Array:
@@ -201,18 +201,34 @@ class _Slot:
     dtype: jnp.dtype
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _touch(
-    cut: Partition, wire: Wire, sums: bool, shard: jax.Array, copy: Optional, slot: Optional
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def touch(
+    shard: jax.Array, copy: Optional, slot: Optional, cut: Partition, wire: Wire, sums: bool
 ) -> jax.Array:
+    """Returns the full leaf, differentiable with respect to the shard.
+
+    Args:
+      shard: This device's shard of the fp32 master parameter.
+      copy: The full leaf, gathered before (stage 2), or None to gather it now (stage 3).
+      slot: None, or an array of the shard's shape in the reduce dtype. The gradient is taken with
+        respect to it, so that gradients of scanned layers are stored in the dtype of their sum over
+        devices. Its values are not used. Only for a leaf that `takes_slot` and is used once:
+        gradients of several uses would be added in that dtype.
+      cut: Partition of the leaf.
+      wire: Dtypes and bucket of the communication.
+      sums: True to reduce its cotangent over devices at once, False to leave it local.
+
+    Returns:
+      The full leaf in the compute dtype.
+    """
     return gather(shard, cut, wire) if copy is None else copy
 
 
 def _touch_fwd(
-    cut: Partition, wire: Wire, sums: bool, shard: jax.Array, copy: Optional, slot: Optional
+    shard: jax.Array, copy: Optional, slot: Optional, cut: Partition, wire: Wire, sums: bool
 ) -> tuple[jax.Array, _Slot | None]:
     # A second derivative goes through the copy: a layer that is run again is not given the shard.
-    full = _touch(cut, wire, sums, shard, None, slot) if copy is None else copy
+    full = touch(shard, None, slot, cut, wire, sums) if copy is None else copy
     return full, None if slot is None else _Slot(slot.dtype)
 
 
@@ -227,38 +243,9 @@ def _touch_bwd(
     return (grad, None, None) if slot is None else (None, None, grad.astype(slot.dtype))
 
 
-_touch.defvjp(_touch_fwd, _touch_bwd)
+touch.defvjp(_touch_fwd, _touch_bwd)
 
 
 def takes_slot(cut: Partition, wire: Wire) -> bool:
     """Returns whether a leaf's gradient is summed over devices in fewer than 32 bits."""
     return cut.layer_rank > 1 and wire.reduce.itemsize < 4
-
-
-def touch(
-    shard: jax.Array,
-    copy: Optional,
-    slot: Optional,
-    cut: Partition,
-    wire: Wire,
-    sums: bool | None = None,
-) -> jax.Array:
-    """Returns the full leaf, differentiable with respect to the shard.
-
-    Args:
-      shard: This device's shard of the fp32 master parameter.
-      copy: The full leaf, gathered before (stage 2), or None to gather it now (stage 3).
-      slot: None, or an array of the shard's shape in the reduce dtype. The gradient is taken with
-        respect to it, so that gradients of scanned layers are stored in the dtype of their sum over
-        devices. Its values are not used. Only for a leaf that `takes_slot` and is used once:
-        gradients of several uses would be added in that dtype.
-      cut: Partition of the leaf.
-      wire: Dtypes and bucket of the communication.
-      sums: True to reduce its cotangent over devices at once, False to leave it local. The default
-        is True for a sharded leaf.
-
-    Returns:
-      The full leaf in the compute dtype.
-    """
-    sums = cut.dim is not None if sums is None else sums
-    return _touch(cut, wire, sums, shard, copy, slot)

@@ -3,12 +3,14 @@
 A loss given to `Zero` needs neither: it receives full arrays.
 """
 
+import dataclasses
+
 import jax
 from jax.typing import DTypeLike
 
 from zero_jax.collectives import gather_scatter
 from zero_jax.collectives.gather_scatter import Wire
-from zero_jax.collectives.precision import parse_dtype
+from zero_jax.collectives.precision import DTYPES, parse_dtype
 from zero_jax.sharding.partition import Partitioner
 from zero_jax.sharding.paths import PyTree
 
@@ -34,15 +36,16 @@ def gather(
       The full leaves. Their gradients are shards, summed over `axis_name`. Gradients of leaves too
       small to split stay local: sum them with `jax.lax.psum`.
     """
-    allowed = ("fp32", "bf16", "fp16")
-    reduce = parse_dtype(reduce_dtype, allowed, "reduce_dtype")
-    compute = None
+    wire = Wire(reduce=DTYPES[parse_dtype(reduce_dtype, "reduce_dtype")])
     if compute_dtype is not None:
-        compute = parse_dtype(compute_dtype, allowed, "compute_dtype")
-    wire = Wire(compute, reduce)
+        compute = DTYPES[parse_dtype(compute_dtype, "compute_dtype")]
+        wire = dataclasses.replace(wire, compute=compute)
     cuts = Partitioner(jax.lax.axis_size(axis_name), axis=axis_name)(like)
     leaves, treedef = jax.tree.flatten(tree)
-    full = [gather_scatter.touch(x, None, None, c, wire) for x, c in zip(leaves, cuts, strict=True)]
+    full = [
+        gather_scatter.touch(x, None, None, cut, wire, cut.dim is not None)
+        for x, cut in zip(leaves, cuts, strict=True)
+    ]
     return jax.tree.unflatten(treedef, full)
 
 

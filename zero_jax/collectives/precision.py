@@ -6,6 +6,7 @@ norms) are always summed in fp32: they add little communication and lose most ac
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Literal
 
 import jax
@@ -14,34 +15,25 @@ from jax.typing import DTypeLike
 
 from zero_jax.names import nearest
 
-_DTYPES = {
-    "fp32": jnp.float32,
-    "float32": jnp.float32,
-    "bf16": jnp.bfloat16,
-    "bfloat16": jnp.bfloat16,
-    "fp16": jnp.float16,
-    "float16": jnp.float16,
+DTYPES = {
+    "fp32": jnp.dtype("float32"),
+    "bf16": jnp.dtype("bfloat16"),
+    "fp16": jnp.dtype("float16"),
 }
 
 
-_COMPUTE = ("fp32", "bf16", "fp16")
-_REDUCE = ("fp32", "bf16")
-
-
-def parse_dtype(given: DTypeLike, allowed: tuple[str, ...], what: str) -> jnp.dtype:
-    """Returns the dtype for 'bf16', 'fp16', 'fp32' or a dtype object.
+def parse_dtype(given: DTypeLike, what: str, allowed: Iterable[str] = DTYPES) -> str:
+    """Returns "fp32", "bf16" or "fp16" for such a name, a dtype object, or its name.
 
     Raises:
       ValueError: It is not one of `allowed`.
     """
     name = given if isinstance(given, str) else jnp.dtype(given).name
-    dtype = _DTYPES.get(name)
-    if dtype is None or dtype not in [_DTYPES[a] for a in allowed]:
-        near = nearest(name, allowed)
-        raise ValueError(
-            f"`{what}`={given!r}: use one of {', '.join(allowed)}, for example {near!r}"
-        )
-    return jnp.dtype(dtype)
+    for short in allowed:
+        if name in (short, DTYPES[short].name):
+            return short
+    near = nearest(name, allowed)
+    raise ValueError(f"`{what}`={given!r}: use one of {', '.join(allowed)}, for example {near!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +66,9 @@ class Precision:
     growth_interval: int = dataclasses.field(default=2000, metadata={"unit": "steps"})
 
     def __post_init__(self) -> None:
-        for name, allowed in (("compute_dtype", _COMPUTE), ("reduce_dtype", _REDUCE)):
-            dtype = parse_dtype(getattr(self, name), allowed, name)
-            short = next(a for a in allowed if _DTYPES[a] == dtype)
-            object.__setattr__(self, name, short)
+        for name, allowed in (("compute_dtype", DTYPES), ("reduce_dtype", ("fp32", "bf16"))):
+            dtype = parse_dtype(getattr(self, name), name, allowed)
+            object.__setattr__(self, name, dtype)
         if self.param_comm_dtype not in (None, "int8"):
             raise ValueError(
                 f'`param_comm_dtype`={self.param_comm_dtype!r}: use "int8", or None for '
@@ -107,12 +98,12 @@ class Precision:
     @property
     def compute(self) -> jnp.dtype:
         """`compute_dtype` as a dtype."""
-        return jnp.dtype(_DTYPES[self.compute_dtype])
+        return DTYPES[self.compute_dtype]
 
     @property
     def reduce(self) -> jnp.dtype:
         """`reduce_dtype` as a dtype."""
-        return jnp.dtype(_DTYPES[self.reduce_dtype])
+        return DTYPES[self.reduce_dtype]
 
     @property
     def scaled(self) -> bool:

@@ -5,11 +5,11 @@ import re
 
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-# The other variables that must be integers; a count is at least 1, a rank or an id at least 0.
-_COUNTS = {_SLURM[1], "SLURM_NTASKS", "SLURM_STEP_NUM_NODES"}
-_COUNTS |= {_OPEN_MPI[1], "OMPI_COMM_WORLD_LOCAL_SIZE"}
-_INDICES = {_SLURM[0], "SLURM_JOB_ID", "SLURM_LOCALID"}
-_INDICES |= {_OPEN_MPI[0], "OMPI_COMM_WORLD_LOCAL_RANK"}
+# The other variables that must be integers.
+_OTHERS = (
+    *("SLURM_NTASKS", "SLURM_STEP_NUM_NODES", "SLURM_JOB_ID", "SLURM_LOCALID"),
+    *("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+)
 _LARGEST = 2**32 - 1  # SLURM's job ids are unsigned 32-bit integers
 
 
@@ -20,7 +20,7 @@ def launched_processes() -> int:
 
 def check_launcher() -> None:
     """Raises ValueError if a variable of a launcher is not an integer in its range."""
-    for name in sorted(_COUNTS | _INDICES):
+    for name in (*_SLURM, *_OPEN_MPI, *_OTHERS):
         _read(name)
 
 
@@ -78,7 +78,7 @@ def local_gpus() -> list[int] | None:
 
 
 def _read(name: str) -> int:
-    least = 1 if name in _COUNTS else 0
+    least = 0 if name.endswith(("ID", "RANK")) else 1
     text = os.environ.get(name, str(least))
     is_integer = text.isascii() and text.isdecimal() and len(text) <= 10
     if not is_integer or not least <= int(text) <= _LARGEST:

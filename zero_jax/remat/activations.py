@@ -1,9 +1,8 @@
-"""Where a kept activation lives between forward and backward: device, host, 1/MP of it, or both.
+"""Storage of saved activations: on the device or in host memory, in full or 1/MP per device.
 
-`put` stores a value that every device of the `model` axis holds whole, `fetch` brings it back.
-P_a sends nothing when it stores a value that is whole on every device of `model`, and one
-all-gather when it fetches: once a layer, where Megatron's five all-reduces send 10 times as much.
-(One that is split already would be gathered to be stored: leave such names on the device.)
+P_a stores 1/MP of a value that is replicated over the `model` axis. It sends nothing to store it,
+and one all-gather per layer to fetch it; Megatron's five all-reduces send 10 times as much. (A
+value that is sharded over `model` would be gathered first: store such values on the device.)
 
 All functions run inside `shard_map`.
 Source: ZeRO (arXiv:1910.02054), section 6.1.
@@ -22,17 +21,12 @@ from zero_jax.sharding.model_axis import over_model
 
 
 def can_move(aval: Any) -> bool:
-    """Whether a value is an activation worth a place of its own, not a counter, key or scalar."""
+    """Returns True for a float array, False for a counter, key or scalar."""
     return bool(aval.shape) and jnp.issubdtype(aval.dtype, jnp.floating)
 
 
-def is_in_host(x: jax.Array) -> bool:
-    """Whether a value is in host memory."""
-    return jax.typeof(x).memory_space == jax.memory.Space.Host
-
-
 def put(x: jax.Array, place: Place) -> jax.Array:
-    """The value as it is kept at its place."""
+    """Returns the value as it is stored at a place."""
     if not can_move(x):
         return x
     if place.partitioned:
@@ -40,30 +34,30 @@ def put(x: jax.Array, place: Place) -> jax.Array:
     return jax.device_put(x, jax.memory.Space.Host) if place.host else x
 
 
-def fetch(kept: jax.Array, place: Place, like: Any) -> jax.Array:
-    """The value again, from what `put` made of it.
+def fetch(stored: jax.Array, place: Place, like: jax.Array | jax.core.ShapedArray) -> jax.Array:
+    """Inverts `put`.
 
     Args:
-      kept: from `put`.
-      place: as given to `put`.
-      like: the value's shape.
+      stored: The result of `put`.
+      place: The place given to `put`.
+      like: The shape and dtype of the value.
     """
     if not can_move(like):
-        return kept
+        return stored
     if place.host:
-        kept = jax.device_put(kept, jax.memory.Space.Device)
+        stored = jax.device_put(stored, jax.memory.Space.Device)
     if not place.partitioned:
-        return kept
+        return stored
 
     def gather(piece: jax.Array) -> jax.Array:
         full = jax.lax.all_gather(piece, MODEL, tiled=True)
         return full[: math.prod(like.shape)].reshape(like.shape)
 
-    return over_model(gather, kept, PartitionSpec(MODEL), PartitionSpec())
+    return over_model(gather, stored, PartitionSpec(MODEL), PartitionSpec())
 
 
 def _split(x: jax.Array) -> jax.Array:
-    """This device's piece of the flat value: contiguous here and when gathered."""
+    """Returns this device's contiguous piece of the flat value."""
     parts = jax.lax.axis_size(MODEL)
     flat = x.reshape(-1)
     size = -(-flat.size // parts)

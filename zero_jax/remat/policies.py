@@ -1,16 +1,16 @@
-"""Remat policies by name: what the backward pass keeps of a layer, and where that lives.
+"""Remat policies by name: the activations of a layer that are saved, and where.
 
-  none          everything
+  none          all activations
   dots          the layer's input and its matrix products
-  names:a,b     the layer's input and what the model marks with
+  names:a,b     the layer's input and values that the model marks with
                 `jax.ad_checkpoint.checkpoint_name(x, "a")`
   block         the layer's input
   block_sqrt    the input of every group of about √L layers; those of one group's layers while
                 that group runs backward
 
-Between forward and backward the kept values live on the `device`, or at a place that is written
-after an @ ("block@host", "block_sqrt@partitioned", "names:a@host,b", "names@host:a,b@host"; the
-place of the layer's input stands after the policy's name):
+Saved values are stored on the `device`, or at the place after an @ ("block@host",
+"block_sqrt@partitioned", "names:a@host,b", "names@host:a,b@host"; the place after the policy's name
+is that of the layer's input):
 
   host              in pinned host memory
   partitioned       P_a: 1/MP of it on each device of the `model` axis
@@ -21,7 +21,7 @@ Source: ZeRO (arXiv:1910.02054), section 6.1, for P_a and P_a+cpu.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.extend.core as jex
@@ -30,11 +30,11 @@ from jax.sharding import AbstractMesh
 from zero_jax.names import nearest, unknown
 from zero_jax.sharding.mesh import MODEL, AnyMesh
 
-# From what keeps most to what keeps least, of the policies that need no knowledge of the model.
+# Policies that need no knowledge of the model, by decreasing memory.
 POLICIES = ("none", "dots", "block", "block_sqrt")
 _ALL = (*POLICIES, "names")
-# FLOPs of a step's layers, forward and backward being 3: one forward more for each level of
-# recomputation. Products that `dots` keeps are not computed again, elementwise work is.
+# FLOPs of a step's layers, in units of a forward pass: 3, and 1 for each level of recomputation.
+# Products that `dots` saves are not computed again, elementwise operations are.
 _PASSES = {
     "none": 3.0,
     "jax": 4.0,
@@ -47,11 +47,11 @@ _PASSES = {
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a kept value lives between forward and backward.
+    """Where a saved value is stored between forward and backward.
 
     Attributes:
-      host: in pinned host memory, instead of the device's own.
-      partitioned: 1/MP of it, split over the mesh axis `model`.
+      host: In pinned host memory, not on the device.
+      partitioned: 1/MP of it per device, sharded over the mesh axis `model`.
     """
 
     host: bool = False
@@ -109,7 +109,7 @@ class Remat:
         if isinstance(given, Place):
             return given
         if given not in PLACES:
-            raise ValueError(unknown("place", str(given), PLACES))
+            raise ValueError(f"`remat`: {unknown('place', str(given), PLACES)}")
         return PLACES[given]
 
     @property
@@ -133,8 +133,8 @@ class Remat:
     def place_of(self, eqn: jex.JaxprEqn) -> Place | None:
         """Returns where the results of an equation of a layer are saved; None if they are not."""
         if self.policy is not None:
-            given = [atom.aval for atom in eqn.invars]
-            return _answer(self.policy(eqn.primitive, *given, **eqn.params))
+            avals = [atom.aval for atom in eqn.invars]
+            return _place_by_jax(self.policy(eqn.primitive, *avals, **eqn.params))
         if self.kind == "dots":
             return DEVICE if eqn.primitive.name == "dot_general" else None
         return dict(self.names).get(eqn.params["name"]) if eqn.primitive.name == "name" else None
@@ -147,21 +147,19 @@ class Remat:
 
 
 def of_jax(policy: Callable[..., Any] | None) -> Remat:
-    """The policy that `jax.checkpoint(policy=...)` is given; None keeps the inputs alone."""
+    """Returns the equivalent of `jax.checkpoint(policy=...)`; None saves only the inputs."""
     return Remat("block") if policy is None else Remat("jax", policy=policy)
 
 
-def _answer(given: Any) -> Place | None:
-    """What a policy of JAX's says of an equation: a bool, or one of three kinds of JAX's own."""
-    if getattr(given, "dst", None) is not None:
+# Results of `save_and_offload_only_these_names`, whose types JAX does not export.
+_JAX_RESULTS = {"RecomputeType": None, "SaveableType": DEVICE}
+
+
+def _place_by_jax(result: Any) -> Place | None:
+    """Returns the place for the result of a policy of JAX: a bool, or one of three types."""
+    if getattr(result, "dst", None) is not None:
         return Place(host=True)
-    if isinstance(given, bool) or type(given).__name__ not in _KINDS:
-        return DEVICE if given else None
-    return _KINDS[type(given).__name__]
-
-
-# The answers of `save_and_offload_only_these_names`, whose types JAX does not export.
-_KINDS = {"RecomputeType": None, "SaveableType": DEVICE}
+    return _JAX_RESULTS.get(type(result).__name__, DEVICE if result else None)
 
 
 @functools.cache
@@ -169,8 +167,8 @@ def parse(text: Any) -> Remat:
     """Reads a policy.
 
     Raises:
-      ValueError: for an unknown policy or place, naming the nearest; names that are missing,
-        given twice or given to a policy without names; a place where nothing is kept.
+      ValueError: A policy or place is unknown, names are missing, given twice or given to a policy
+        without names, or a policy saves nothing at its place.
 
     >>> policy = parse("names@host:a,b@partitioned")
     >>> str(policy.inputs), [(name, str(place)) for name, place in policy.names]
@@ -183,8 +181,14 @@ def parse(text: Any) -> Remat:
     if callable(text):
         return of_jax(text)
     own, colon, marked = str(text).partition(":")
-    kind, place = _placed(text, own)
-    return Remat(kind, place, [_placed(text, part) for part in marked.split(",")] if colon else ())
+    (kind, inputs), *names = map(_name_and_place, [own, *(marked.split(",") if colon else ())])
+    return Remat(kind, inputs, names)
+
+
+def _name_and_place(part: str) -> tuple[str, str]:
+    """Splits "a@host"; the default is the device."""
+    name, at, place = (word.strip() for word in part.partition("@"))
+    return name, place if at else str(DEVICE)
 
 
 def _check(policy: Remat) -> None:
@@ -192,7 +196,7 @@ def _check(policy: Remat) -> None:
     text, known = str(policy), [name for name, _ in policy.names]
     if policy.kind not in _ALL:
         near = nearest(policy.kind, _ALL)
-        raise ValueError(f"`remat`={text!r}: use one of {_listed(_ALL)}; the nearest is {near!r}")
+        raise ValueError(f"`remat`={text!r}: use one of {', '.join(_ALL)}; the nearest is {near!r}")
     if policy.inputs != DEVICE and policy.kind in ("none", "dots"):
         raise ValueError(
             f"`remat`={text!r}: {policy.kind} saves its values on the device. Other places are "
@@ -248,36 +252,18 @@ def check(text: str, mesh: AnyMesh) -> Remat:
     if policy.partitioned and MODEL not in mesh.axis_names:
         raise ValueError(
             f"`remat`={text!r} partitions saved activations over the mesh axis {MODEL!r}, but the "
-            f"mesh has only {_listed(mesh.axis_names)}. Use zero_jax.make_mesh(model=2), or leave "
-            "partitioned out"
+            f"mesh has only {', '.join(mesh.axis_names)}. Use zero_jax.make_mesh(model=2), or "
+            "leave partitioned out"
         )
     if any(p.host for p in policy.places) and not isinstance(mesh, AbstractMesh):
         kinds = [m.kind for m in mesh.local_devices[0].addressable_memories()]
         if "pinned_host" not in kinds:
             raise ValueError(
                 f"`remat`={text!r} saves values in pinned host memory, but "
-                f"{mesh.local_devices[0]} has only {_listed(kinds)}: leave host out"
+                f"{mesh.local_devices[0]} has only {', '.join(kinds)}: leave host out"
             )
     return policy
 
 
 def _at(place: Place) -> str:
     return "" if place == DEVICE else f"@{place}"
-
-
-def _placed(text: str, part: str) -> tuple[str, Place]:
-    """Parses one name with its place, "a@host"."""
-    name, at, place = (word.strip() for word in part.partition("@"))
-    if not at:
-        return name, DEVICE
-    if place not in PLACES:
-        near = nearest(place, PLACES)
-        raise ValueError(
-            f"`remat`={text!r}: {place!r} is unknown, use one of {_listed(PLACES)}; the nearest "
-            f"is {near!r}"
-        )
-    return name, PLACES[place]
-
-
-def _listed(words: Iterable[str]) -> str:
-    return ", ".join(words)
