@@ -251,7 +251,7 @@ def decide(
     tx: optax.GradientTransformation,
     params: PyTree,
     batch: PyTree,
-    *extras: Any,
+    *extras: PyTree,
     target: str | Target | None = None,
     topology: str | None = None,
     report: Report | None = None,

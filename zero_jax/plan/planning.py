@@ -53,7 +53,7 @@ def of(
     tx: optax.GradientTransformation,
     params: PyTree,
     batch: PyTree,
-    *extras: Any,
+    *extras: PyTree,
     has_aux: bool = False,
     compile: bool = False,
     target: str | Target | None = None,
@@ -114,7 +114,7 @@ def _is_for_gpus(mesh: AnyMesh, target: Target | None) -> bool:
     return isinstance(mesh, AbstractMesh) or on_gpu(mesh)
 
 
-def _predict(step: TrainStep, args: tuple[Any, ...], of_gpus: bool) -> Plan:
+def _predict(step: TrainStep, args: tuple[PyTree, ...], of_gpus: bool) -> Plan:
     params, opt_state, batch, *extras = args
     counts = [len(jax.tree.leaves(tree)) for tree in (params, batch, extras)]
     given = sum(counts) + 1  # the loss scale

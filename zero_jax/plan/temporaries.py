@@ -45,6 +45,7 @@ from zero_jax.plan.buffers import (
     readers_of,
 )
 from zero_jax.plan.operations import Operation, Program, Value, device_part, program_of
+from zero_jax.releases import COLLECTIVES_AT_ONCE
 from zero_jax.tracing.jaxpr import AnyJaxpr
 
 TERMS = ("copy", "gradients", "saved", "loss", "buffers", "work")
@@ -173,12 +174,23 @@ def _peak(spans: Sequence[_Span]) -> dict[str, int]:
 def _fragmentation(spans: Sequence[_Span], peak: int) -> int:
     """Returns the bytes by which the arena of XLA for GPUs is larger than its content.
 
-    Buffers are placed from the largest to the smallest, each in the smallest gap of the arena that
-    is free while it lives. Those below 1/300 of the peak are left out: they fit in the gaps.
+    XLA places buffers in two orders, the largest first or those that live longest first, and takes
+    the smaller arena. Those below 1 % of the peak are left out: they fit in the gaps.
     """
-    large = [span for span in spans if span.bytes > peak / 300]
+    large = [span for span in spans if span.bytes > peak / 100]
+    by_size = sorted(large, key=lambda span: (-span.bytes, span.start - span.stop, span.start))
+    by_time = sorted(large, key=lambda span: (span.start - span.stop, -span.bytes, span.start))
+    return min(_arena(by_size), _arena(by_time)) - sum(_peak(large).values())
+
+
+def _arena(spans: Sequence[_Span]) -> int:
+    """Returns the bytes of an arena; each buffer takes the smallest gap that is free in time.
+
+    >>> _arena([_Span("", 3, 0, 1), _Span("", 2, 1, 2), _Span("", 4, 2, 3)])  # 6 at a time
+    9
+    """
     placed, arena = list[tuple[int, _Span]](), 0
-    for span in sorted(large, key=lambda span: (-span.bytes, span.start - span.stop, span.start)):
+    for span in spans:
         gaps, end = list[tuple[int, int]](), 0
         for offset, other in placed:
             if other.start <= span.stop and span.start <= other.stop:
@@ -188,7 +200,7 @@ def _fragmentation(spans: Sequence[_Span], peak: int) -> int:
         offset = min(gaps)[1] if gaps else end
         bisect.insort(placed, (offset, span))
         arena = max(arena, offset + span.bytes)
-    return arena - sum(_peak(large).values())
+    return arena
 
 
 class _Part:
@@ -249,7 +261,7 @@ class _Part:
         spans = [_Span(self._term(b, summed), b.value.bytes, b.start, b.stop) for b in self.buffers]
         if self.level == "layer" and self.schedule.layers_ahead:
             end = 2 * len(self.operations)  # there its own gradients wait
-            spans += _each("buffers", _waiting(self.operations), end, end)
+            spans += _each("buffers", _waiting(self.operations, self.schedule), end, end)
         for at, operation in enumerate(self.operations):
             if operation.bodies and self._level_inside(at) == "layer":
                 spans += self._beside(at)
@@ -274,22 +286,26 @@ class _Part:
         """
         inside, start, stop = self.operations[at].inside, 2 * at, 2 * at
         ahead = _gathered_ahead(inside, self.schedule)
-        waiting = _waiting(inside)
+        waiting = _waiting(inside, self.schedule)
         spans = list[_Span]()
         if at == self.first_backward and self.last_forward is not None:
             # Only the last product or loop of the loss hides the gather of the last layer.
             loss = range(self.last_forward + 1, at)
             start = max((2 * i for i in loss if _hides(self.operations[i])), default=start)
         if ahead and self.backward <= at == self.layers[-1]:
-            # Gradients of the first two layers wait, beside saved values, until the gradient of
-            # the first layer's input is sent.
+            # Gradients of the first layer wait until the gradient of its input is sent. Beside them
+            # are saved values, or gradients of the second layer: the larger while that gradient is
+            # cast, both while it is sent.
             sends = [i for i, o in enumerate(self.operations) if i > at and o.name in _SENDS]
             stop = 2 * max(sends, default=at)
             reads = set(self.operations[at].inputs) - self.weights
             saved = [b.value.bytes for b in self.buffers if b.stop == 2 * at and b.value in reads]
+            both = [("buffers", waiting), ("saved", saved)]
+            less, more = sorted(both, key=lambda term: sum(term[1]))
             if sends:
-                spans += _each("saved", saved, 2 * at + 1, stop)
-                spans += _each("buffers", waiting, 2 * at + 1, stop)
+                spans += _each(*more, 2 * at + 1, stop)
+                for time in range(2 * at + 2, stop + 1, 2):
+                    spans += _each(*less, time, time)
             if self.level == "micro-batch":
                 # The next one's parameters that are read before its layers, and its first layer.
                 first = self.layers[0]
@@ -351,18 +367,13 @@ def _gathered_ahead(layer: Sequence[Operation], schedule: Schedule) -> list[int]
     sends = [o for o in layer if expert_all_to_all.SCOPE in o.context]
     sizes = [v.bytes for o in layer if o.name == "all_gather" and o not in sends for v in o.outputs]
     bucket = schedule.bucket_bytes
-    most = math.inf if sum(sizes) <= TOGETHER * bucket else bucket
-    within = [
-        size
-        for size, total in zip(sizes, itertools.accumulate(sizes), strict=True)
-        if total <= most
-    ]
+    within = _up_to(sizes, math.inf if sum(sizes) <= TOGETHER * bucket else bucket)
     # Few collectives run at once, and all of a layer waits for those of its tokens: weights of more
     # than a bucket come after these.
     return [] if sends and sum(within) > bucket else within * schedule.layers_ahead
 
 
-def _waiting(layer: Sequence[Operation]) -> list[int]:
+def _waiting(layer: Sequence[Operation], schedule: Schedule) -> list[int]:
     """Returns the bytes of each gradient of a layer that is summed while the next one computes."""
     readers = readers_of(layer)
 
@@ -376,7 +387,14 @@ def _waiting(layer: Sequence[Operation]) -> list[int]:
         )
 
     sums = (o for o in layer if o.name == "reduce_scatter" and not meets_barrier(o.outputs[0]))
-    return [v.bytes for o in sums for v in o.inputs]
+    sizes = [v.bytes for o in sums for v in o.inputs]
+    return _up_to(sizes, COLLECTIVES_AT_ONCE * schedule.bucket_bytes)
+
+
+def _up_to(sizes: Sequence[int], most: float) -> list[int]:
+    """Returns the first of these sizes, up to a sum."""
+    totals = itertools.accumulate(sizes)
+    return [size for size, total in zip(sizes, totals, strict=True) if total <= most]
 
 
 def _host_bytes(program: Program) -> int:

@@ -1,6 +1,6 @@
-"""A transformer of `zero_jax.models` as something to train: its parameters, its loss, its FLOPs.
+"""Parameters, loss and FLOPs of a transformer of `zero_jax.models`.
 
-With LoRA the parameters are those of `adapters.lora`: a frozen base, and what is trained beside it.
+With LoRA the parameters are those of `adapters.lora`: a frozen base and trained adapters.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class TextModel:
-    """A model and whether it is trained whole.
+    """A model, trained in full or by adapters.
 
     Attributes:
-      config: of `models.families`.
-      lora: what is trained instead of the model.
+      config: Config of `models.families`.
+      lora: Adapters to train; None trains the model.
     """
 
     config: families.Config
@@ -37,21 +37,21 @@ class TextModel:
         self.graphdef  # noqa: B018
 
     @functools.cached_property
-    def graphdef(self) -> Any:
+    def graphdef(self) -> nnx.GraphDef[families.Model]:
         return nnx.graphdef(nnx.eval_shape(lambda: families.build(self.config, nnx.Rngs(0))))
 
     def model(self, params: PyTree) -> families.Model:
-        """The model of parameters of its own, without adapters."""
+        """Returns the model with these parameters, without adapters."""
         model: families.Model = nnx.merge(self.graphdef, params)
         return model
 
     def own(self, key: jax.Array | int = 0) -> PyTree:
-        """New parameters of the model alone."""
+        """Returns new parameters of the model without adapters."""
         return nnx.state(families.build(self.config, nnx.Rngs(key)), nnx.Param)
 
     @functools.cached_property
     def adapted(self) -> Adapted | None:
-        """The model with its adapters, if it has any."""
+        """The model with its adapters; None without."""
         if self.lora is None:
             return None
         # In the dtype of most runs: cuDNN's attention takes no other.
@@ -63,15 +63,15 @@ class TextModel:
 
     @property
     def frozen(self) -> str | None:
-        """What of the parameters is not trained, as `Zero` takes it."""
+        """The parameters that are not trained, for `Zero`."""
         return None if self.adapted is None else self.adapted.frozen
 
     def make(self, key: jax.Array | int = 0) -> PyTree:
-        """New parameters: what `Zero.init` is to be given."""
+        """Returns new parameters, for `Zero.init`."""
         return self.own(key) if self.adapted is None else self.adapted.init(self.own)(key)
 
-    def loss(self, params: PyTree, batch: Any) -> Weighted:
-        """Cross entropy of tokens, or of (tokens, mask, segments, positions): (sum, weight)."""
+    def loss(self, params: PyTree, batch: PyTree) -> Weighted:
+        """Returns the cross entropy of tokens, or of (tokens, mask, segments, positions)."""
         batch = batch if isinstance(batch, tuple) else (batch,)
         fn = self._own_loss if self.adapted is None else self.adapted.loss
         made: Weighted = fn(params, batch)
@@ -79,24 +79,24 @@ class TextModel:
 
     @property
     def routes(self) -> bool:
-        """Whether it is trained with experts, whose routers count in the loss."""
+        """True if it trains experts, whose routers count in the loss."""
         return self.lora is None and getattr(self.config, "mixture", None) is not None
 
-    def trained_loss(self, params: PyTree, batch: Any) -> Any:
-        """What is minimised: `loss`; where it `routes` with what routers add, and what they did."""
+    def trained_loss(self, params: PyTree, batch: PyTree) -> PyTree:
+        """Returns the minimised loss; with experts, including that of routers, and statistics."""
         if not self.routes:
             return self.loss(params, batch)
         batch = batch if isinstance(batch, tuple) else (batch,)
         pair, routed = families.routed_loss(self.model(params), *batch)
         return Weighted(*pair), routed
 
-    def _own_loss(self, params: PyTree, batch: tuple[Any, ...]) -> Weighted:
+    def _own_loss(self, params: PyTree, batch: tuple[jax.Array, ...]) -> Weighted:
         return Weighted(*families.loss(self.model(params), *batch))
 
     def flops_per_token(self, tokens: int) -> float:
-        """Model FLOPs of one token of a row.
+        """Returns the model FLOPs of one token of a row.
 
-        Of a frozen matrix, the head too, no gradient is computed; adapters multiply as matrices do.
+        Frozen matrices, the head included, have no gradient; adapters multiply like matrices.
         """
         flops = families.flops_per_token(self.config, tokens)
         if self.adapted is None:
