@@ -5,9 +5,10 @@ its line, the quickest first, up to the first failure or the time limit. Needs a
 JUnit files of the same code; not a part of CI.
 
     python tests/planted_faults.py --coverage .coverage --junit junit.xml 'slow or not slow' \
-        --out faults.json [--jobs 2] [--only NAME] [--compare BEFORE.json]
+        --out faults.json [--jobs 2] [--only NAME]
 
 A test that also fails without the fault is left out. A second run keeps the results in `--out`.
+planted_faults.json names the test that found each fault: `--again` runs no other, in minutes.
 """
 
 import argparse
@@ -36,6 +37,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = Path(__file__).with_suffix(".txt")
+FOUND = Path(__file__).with_suffix(".json")
 LIMIT = 180.0  # seconds for a fault
 FIRST = 40  # tests that run before the others are collected
 Run = tuple[str, list[str]]  # the `-m` that selects the tests, and their names
@@ -85,7 +87,9 @@ def contexts(files: Sequence[str], file: str, source: str) -> dict[int, set[str]
             if measured.endswith(f"/{file}"):
                 for at, names in data.contexts_by_lineno(measured).items():
                     found[at].update(name.rpartition("|")[0] for name in names if name)
-    known = {getattr(node, "lineno", 1) for node in ast.walk(ast.parse(source))}
+    nodes = [node for node in ast.walk(ast.parse(source)) if hasattr(node, "lineno")]
+    # A method in a chain of calls is on the line of its name, where its call ends.
+    known = {1} | {at for node in nodes for at in (node.lineno, node.end_lineno)}
     if unknown := {at for at in found if at > 0} - known:
         line = f"line {min(unknown)} of the coverage file is no statement"
         raise SystemExit(f"{file}: {line}: the coverage is of other code; measure it anew")
@@ -231,10 +235,10 @@ def main() -> None:
     known = "its --junitxml, and the -m that selects those tests; several, first the quicker ones"
     add("--junit", **several, metavar=("FILE", "MARKERS"), help=known)
     add("--out", type=Path, help="JSON of results, written as they come; those it has are kept")
+    add("--again", action="store_true", help="run the test that found the fault before, no other")
     add("--only", action="append", help="name of a fault, which runs again; several")
     add("--jobs", type=int, default=1)
     add("--limit", type=float, default=LIMIT, help="seconds for a fault")
-    add("--compare", help="JSON of an earlier run: an error if a fault it has found is not found")
     given, faults = parser.parse_args(), table(TABLE.read_text())
     if problems := [said for fault in faults if (said := fault.problem())]:
         raise SystemExit("\n".join(problems))
@@ -245,7 +249,7 @@ def main() -> None:
         return
     results = json.loads(given.out.read_text()) if given.out.exists() else {}
     todo = [f for f in faults if (f.name in given.only if given.only else f.name not in results)]
-    tests = durations(given.junit)
+    tests, again = durations(given.junit), json.loads(FOUND.read_text())
     pool = concurrent.futures.ThreadPoolExecutor(given.jobs)
     with tempfile.TemporaryDirectory() as folder, pool:
         copies = queue.SimpleQueue()
@@ -255,7 +259,10 @@ def main() -> None:
         def judge(fault: Fault) -> tuple[str, dict[str, object]]:
             copy = copies.get()
             try:
-                runs = chosen(fault, given.coverage, tests, given.limit)
+                if given.again:
+                    runs = [("slow or not slow", [again[fault.name]])]
+                else:
+                    runs = chosen(fault, given.coverage, tests, given.limit)
                 return fault.name, copy.judged(fault, runs, given.limit)
             finally:
                 copies.put(copy)
@@ -269,10 +276,11 @@ def main() -> None:
     share = f"{kinds['found']} of {kinds.total()} ({kinds['found'] / max(kinds.total(), 1):.1%})"
     others = f"missed {kinds['missed']}, timed out {kinds['timed out']}"
     print(f"found {share}, {others}; not judged {len(faults) - kinds.total()}")
-    before = json.loads(Path(given.compare).read_text()) if given.compare else {}
     missed = {name for name, own in results.items() if own["result"] != "found"}
-    if lost := [name for name in before if before[name]["result"] == "found" and name in missed]:
+    if lost := [name for name in again if name in missed]:
         raise SystemExit(f"found before, and not now: {', '.join(lost)}")
+    again |= {name: own["by"] for name, own in results.items() if "::" in own.get("by", "")}
+    FOUND.write_text(json.dumps(again, indent=1) + "\n")
 
 
 if __name__ == "__main__":
