@@ -90,7 +90,7 @@ def test_states_and_temporaries_of_a_model_axis_are_predicted(mp, stage, more):
     saved = 2 * 36 * 4 * 1024 * 4096  # a residual stream a layer, in bf16
     temporaries = [t.bytes for t in found.compiled.peak.temporaries]
     assert (saved in temporaries) == (more == "")
-    assert (saved // mp in temporaries) == (more != "")
+    assert more == "" or saved // mp in temporaries  # stacks of gradients may be as large
 
 
 def test_auto_with_host_memory_picks_what_a_search_over_all_h100_programs_picks():
