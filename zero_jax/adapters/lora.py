@@ -10,6 +10,7 @@ Sources: Hu et al., LoRA, arXiv:2106.09685, section 4.1; Dettmers et al., QLoRA,
 """
 
 import dataclasses
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -98,8 +99,8 @@ class Lora:
         Raises:
           ValueError: A target is not used in matrix products alone, or a pattern matches nothing.
         """
-        found = _multiplied(loss_fn, params, batch, extras)
-        return Adapted(self, loss_fn, found, _targets(self.targets, params, found))
+        multiplied = _multiplied(loss_fn, params, batch, extras)
+        return Adapted(self, loss_fn, multiplied, _targets(self.targets, params, multiplied))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,13 +163,13 @@ class Adapted:
 
     def loss(self, params: PyTree, batch: PyTree, *extras: PyTree) -> PyTree:
         """Computes the loss of the adapted model, for `Zero`; never materialises W + s·A·B."""
-        given, structure = self._matrices(params, params["lora"][self.targets[0]]["a"].dtype)
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
-        closed, made = jax.make_jaxpr(self.loss_fn, return_shape=True)(
+        leaves, structure = self._matrices(params, params["lora"][self.targets[0]]["a"].dtype)
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+        closed, out_shapes = jax.make_jaxpr(self.loss_fn, return_shape=True)(
             jax.tree.unflatten(structure, shapes), batch, *extras
         )
-        outs = run(closed, [*given, *jax.tree.leaves((batch, extras))])
-        return jax.tree.unflatten(jax.tree.structure(made), outs)
+        outs = run(closed, [*leaves, *jax.tree.leaves((batch, extras))])
+        return jax.tree.unflatten(jax.tree.structure(out_shapes), outs)
 
     def _matrices(
         self, params: PyTree, compute: DTypeLike
@@ -199,33 +200,32 @@ def _multiplied(
     """Returns the leaves that a loss uses only in matrix products, always along the same dims."""
     reads: dict[str, set[Dims | None]] = {}
     shapes = jax.eval_shape(lambda x: x, params)
-    own = paths.named_leaves(shapes)
+    names = [name for name, _ in paths.named_leaves(shapes)]
 
     def traced(params: PyTree, batch: PyTree, *extras: PyTree) -> PyTree:
         closed = jax.make_jaxpr(loss_fn)(shapes, batch, *extras)
-        leaves = zip(own, jax.tree.leaves(params), strict=True)
-        given = [
+        leaves = [
             Matrix(x, None, name, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-            for (name, _), x in leaves
+            for name, x in zip(names, jax.tree.leaves(params), strict=True)
         ]
         others = jax.tree.leaves((batch, extras))
-        return run(closed, [*given, *others], lambda p, d: reads.setdefault(p, set()).add(d))
+        return run(closed, [*leaves, *others], lambda p, d: reads.setdefault(p, set()).add(d))
 
     jax.eval_shape(traced, shapes, batch, *extras)
-    found: dict[str, Dims] = {}
-    for name, _ in own:
+    multiplied: dict[str, Dims] = {}
+    for name in names:
         dims = reads.get(name, set())
         only = next(iter(dims)) if len(dims) == 1 else None
         if only is not None and only.inputs and only.outputs:
-            found[name] = only
-    return found
+            multiplied[name] = only
+    return multiplied
 
 
 def _targets(
-    given: str | Sequence[str], params: PyTree, multiplied: Mapping[str, Dims]
+    targets: str | Sequence[str], params: PyTree, multiplied: Mapping[str, Dims]
 ) -> list[str]:
     names = [name for name, _ in paths.named_leaves(params)]
-    if given == ALL_LINEAR:
+    if targets == ALL_LINEAR:
         if not multiplied:
             raise ValueError(
                 f"`targets`={ALL_LINEAR!r}: the loss multiplies by none of the parameters alone, "
@@ -233,13 +233,12 @@ def _targets(
             )
         return [name for name in names if name in multiplied]
     chosen = set[str]()
-    for pattern in [given] if isinstance(given, str) else given:
-        pairs = zip(names, paths.matches(pattern, names, "targets"), strict=True)
-        hit = [name for name, found in pairs if found]
+    for pattern in [targets] if isinstance(targets, str) else targets:
+        hit = list(itertools.compress(names, paths.matches(pattern, names, "targets")))
         if not any(name in multiplied for name in hit):
             raise ValueError(
                 f"`targets`={pattern!r}: {hit[0]!r} is not a matrix that the model only "
                 f"multiplies by; those are {', '.join(multiplied) or 'none'}"
             )
-        chosen |= {name for name in hit if name in multiplied}
-    return [name for name in names if name in chosen]
+        chosen |= {*hit}
+    return [name for name in names if name in chosen and name in multiplied]

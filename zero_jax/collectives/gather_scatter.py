@@ -48,11 +48,15 @@ class Wire:
     gather_bits: int | None = None
     scatter_bits: int | None = None
 
+    def cast(self, x: jax.Array) -> jax.Array:
+        """Casts a floating-point leaf to the compute dtype; returns others unchanged."""
+        return x if self.compute is None else cast(x, self.compute)
+
 
 @jax.named_scope("zero_gather")
 def gather(shard: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
     """Returns the full leaf in the compute dtype, from every device's shard."""
-    full = shard if wire.compute is None else cast(shard, wire.compute)
+    full = wire.cast(shard)
     if cut.dim is None:
         return full
     collective: Collective = buckets.all_gather
@@ -94,8 +98,11 @@ def join(part: jax.Array, cut: Partition, wire: Wire, axis: Axis) -> jax.Array:
     """Returns this device's shard in the compute dtype, from its parts over `axis`."""
     if cut.dim is None or cut.parts == 1:
         return part
-    own = part if wire.compute is None else cast(part, wire.compute)
-    return _by_layer(lambda x: _along(buckets.all_gather, x, cut, axis, wire), own, cut, wire)
+
+    def layer(x: jax.Array) -> jax.Array:
+        return _along(buckets.all_gather, x, cut, axis, wire)
+
+    return _by_layer(layer, wire.cast(part), cut, wire)
 
 
 def sum_parts(shard: jax.Array, cut: Partition, wire: Wire, axis: Axis) -> jax.Array:

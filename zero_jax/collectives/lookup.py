@@ -19,7 +19,6 @@ from jax.typing import ArrayLike
 
 from zero_jax.collectives import buckets
 from zero_jax.collectives.gather_scatter import Wire
-from zero_jax.collectives.precision import cast
 from zero_jax.sharding.layout import pad_dim
 from zero_jax.sharding.partition import Partition
 
@@ -79,8 +78,8 @@ def rows(
       Rows (..., E) in the compute dtype.
     """
     flat = indices.reshape(-1, 1)
-    found = _rows(take, cut, wire, shard, slot, flat)
-    return found.reshape(*indices.shape[:-1], cut.shape[1])
+    flat_rows = _rows(take, cut, wire, shard, slot, flat)
+    return flat_rows.reshape(*indices.shape[:-1], cut.shape[1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -93,57 +92,41 @@ def _rows(
 def _forward(
     take: Take, cut: Partition, wire: Wire, shard: jax.Array, slot: Slot, indices: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, Slot]]:
-    own = shard if wire.compute is None else cast(shard, wire.compute)
+    own = wire.cast(shard)
     asked = jax.lax.all_gather(indices, cut.axis, tiled=True)
-    found = take(_columns(own, cut, wire), asked)
-    parts = _exchanged(found.reshape(cut.shards, len(indices), -1), cut, wire)
-    whole = jnp.moveaxis(parts, 0, 1).reshape(len(indices), -1)
-    return whole[:, : cut.shape[1]], (asked, None if slot is None else jnp.zeros((), slot.dtype))
+    columns = own if cut.dim == -1 else _to_columns(own, cut, wire)[: cut.shape[0]]
+    read = _to_rows(take(columns, asked), cut, wire)
+    return read, (asked, None if slot is None else jnp.zeros((), slot.dtype))
 
 
 def _backward(
     take: Take, cut: Partition, wire: Wire, kept: tuple[jax.Array, Slot], cotangent: jax.Array
 ) -> tuple[jax.Array | None, jax.Array | None, None]:
     asked, like = kept
-    width = _width(cut)
-    given = pad_dim(cotangent.astype(wire.reduce), 1, width * cut.shards)
-    parts = jnp.moveaxis(given.reshape(len(given), cut.shards, width), 1, 0)
-    sent = _exchanged(parts, cut, wire).reshape(len(asked), width)
+    sent = _to_columns(cotangent.astype(wire.reduce), cut, wire)
     wide = jnp.promote_types(cotangent.dtype, jnp.float32)
-    table = jax.ShapeDtypeStruct((cut.shape[0], width), wide)
-    (columns,) = jax.linear_transpose(lambda t: take(t, asked), table)(sent.astype(wide))
-    grad = _shard(columns, cut, wire)
+    table = jax.ShapeDtypeStruct((cut.shape[0], sent.shape[1]), wide)
+    (grad,) = jax.linear_transpose(lambda t: take(t, asked), table)(sent.astype(wide))
+    if cut.dim == -2:
+        padded = pad_dim(grad.astype(wire.reduce), 0, cut.shard_size * cut.shards)
+        grad = _to_rows(padded, cut, wire).astype(wide)
     return (grad, None, None) if like is None else (None, grad.astype(like.dtype), None)
 
 
 _rows.defvjp(_forward, _backward)
 
 
-def _width(cut: Partition) -> int:
-    """Returns the number of columns that a device has of all rows, with padding."""
-    return -(-cut.shape[1] // cut.shards) if cut.dim == -2 else cut.shard_size
+def _to_columns(x: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
+    """Exchanges full rows (M, E) of each device for some columns of all N·M rows, with padding."""
+    width = cut.shard_size if cut.dim == -1 else -(-cut.shape[1] // cut.shards)
+    padded = pad_dim(x, 1, width * cut.shards).reshape(len(x), cut.shards, width)
+    parts = buckets.all_to_all(jnp.moveaxis(padded, 1, 0), cut.axis, wire.bucket)
+    return parts.reshape(-1, width)
 
 
-def _columns(own: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
-    """Returns all rows of this device's columns."""
-    if cut.dim == -1:
-        return own
-    width = _width(cut)
-    padded = pad_dim(own, 1, width * cut.shards).reshape(len(own), cut.shards, width)
-    every = _exchanged(jnp.moveaxis(padded, 1, 0), cut, wire).reshape(-1, width)
-    return every[: cut.shape[0]]
-
-
-def _shard(columns: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
-    """Returns this device's shard of a matrix, in its dtype, from columns on every device."""
-    if cut.dim == -1:
-        return columns
-    padded = pad_dim(columns.astype(wire.reduce), 0, cut.shard_size * cut.shards)
-    parts = _exchanged(padded.reshape(cut.shards, cut.shard_size, -1), cut, wire)
-    whole = jnp.moveaxis(parts, 0, 1).reshape(cut.shard_size, -1)
-    return whole[:, : cut.shape[1]].astype(columns.dtype)
-
-
-def _exchanged(parts: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
-    """Sends part i to device i."""
-    return buckets.all_to_all(parts, cut.axis, wire.bucket)
+def _to_rows(x: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
+    """Inverts `_to_columns`, and removes the padding."""
+    parts = x.reshape(cut.shards, len(x) // cut.shards, -1)
+    parts = buckets.all_to_all(parts, cut.axis, wire.bucket)
+    rows = jnp.moveaxis(parts, 0, 1).reshape(parts.shape[1], -1)
+    return rows[:, : cut.shape[1]]

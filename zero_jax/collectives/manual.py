@@ -3,8 +3,6 @@
 A loss given to `Zero` needs neither: it receives full arrays.
 """
 
-import dataclasses
-
 import jax
 from jax.typing import DTypeLike
 
@@ -36,10 +34,9 @@ def gather(
       The full leaves. Their gradients are shards, summed over `axis_name`. Gradients of leaves too
       small to split stay local: sum them with `jax.lax.psum`.
     """
-    wire = Wire(reduce=DTYPES[parse_dtype(reduce_dtype, "reduce_dtype")])
-    if compute_dtype is not None:
-        compute = DTYPES[parse_dtype(compute_dtype, "compute_dtype")]
-        wire = dataclasses.replace(wire, compute=compute)
+    reduce = DTYPES[parse_dtype(reduce_dtype, "reduce_dtype")]
+    compute = None if compute_dtype is None else DTYPES[parse_dtype(compute_dtype, "compute_dtype")]
+    wire = Wire(compute, reduce)
     cuts = Partitioner(jax.lax.axis_size(axis_name), axis=axis_name)(like)
     leaves, treedef = jax.tree.flatten(tree)
     full = [
