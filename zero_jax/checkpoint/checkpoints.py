@@ -351,9 +351,9 @@ def _compare(
 
 def _check_space(directory: pathlib.Path, nbytes: int, files: int) -> None:
     """Raises OSError if the file system has too few bytes or files left."""
-    known = os.statvfs(directory)
-    free, free_files = known.f_bavail * known.f_frsize, known.f_favail
-    if free < nbytes or (known.f_files and free_files < files):  # some do not count files
+    disk = os.statvfs(directory)
+    free, free_files = disk.f_bavail * disk.f_frsize, disk.f_favail
+    if free < nbytes or (disk.f_files and free_files < files):  # some do not count files
         raise OSError(
             f"{directory} has {free:,} bytes free and room for {free_files:,} files, a checkpoint "
             f"needs {nbytes:,} and {files:,}: free space, or keep fewer checkpoints"

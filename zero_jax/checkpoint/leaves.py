@@ -105,10 +105,10 @@ class NamedLeaf:
         sharding = self.value.sharding
         if self.is_key and hasattr(sharding, "mesh"):
             sharding = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-        made = jax.make_array_from_callback(shape, sharding, piece)
+        array = jax.make_array_from_callback(shape, sharding, piece)
         if self.is_key:
-            return jax.random.wrap_key_data(made, impl=self.array.dtype[len(KEY) : -1])
-        return dataclasses.replace(self.node, value=made) if self.node is not self.value else made
+            return jax.random.wrap_key_data(array, impl=self.array.dtype[len(KEY) : -1])
+        return dataclasses.replace(self.node, value=array) if self.node is not self.value else array
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """A lock on a directory, released by the kernel when the process that holds it ends."""
 
-import errno
 import fcntl
 import os
 import pathlib
@@ -26,17 +25,17 @@ def locked(directory: pathlib.Path, what: str = "checkpoints") -> int:
         raise ValueError(f"{directory} can't be written for {what}: {error.strerror}") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            os.close(lock)
-            raise ValueError(
-                f"{directory} can't be locked for {what}: {error.strerror}. Mount its file "
-                "system with locks (Lustre: -o flock), or use another directory"
-            ) from error
+    except (BlockingIOError, PermissionError) as error:
         holder = os.read(lock, 200).decode("utf-8", "replace").strip()
         os.close(lock)
         raise ValueError(
             f"another run writes {what} to {directory} ({holder}): end it, or use another directory"
+        ) from error
+    except OSError as error:
+        os.close(lock)
+        raise ValueError(
+            f"{directory} can't be locked for {what}: {error.strerror}. Mount its file "
+            "system with locks (Lustre: -o flock), or use another directory"
         ) from error
     os.ftruncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())

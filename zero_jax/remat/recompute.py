@@ -110,8 +110,8 @@ class Layer:
             floats = [x for x in self.run(full, tap, trained) if is_float(x)]
             return [x for x, c in zip(floats, cotangents, strict=True) if c is not None]
 
-        given = [c for c in cotangents if c is not None]
-        return jax.vjp(again, *(inputs[i] for i in trained))[1](given)
+        nonzero = [c for c in cotangents if c is not None]
+        return jax.vjp(again, *(inputs[i] for i in trained))[1](nonzero)
 
     def reads(self, trained: Sequence[int], kept: Arrays, outs: Arrays) -> list[bool]:
         """Returns True for each kept value that the backward pass needs."""
