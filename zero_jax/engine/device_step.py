@@ -205,7 +205,8 @@ class DeviceStep:
             return lookup.rows(shard, slot, indices, take, leaf.cut, self.settings.wire)
 
         arrays = tuple(x for x in (value, copy, slot) if x is not None)
-        return Source(arrays, make, free=False, rows=rows if leaf.by_rows else None)
+        local = copy is not None or leaf.cut.dim is None
+        return Source(arrays, make, free=False, rows=rows if leaf.by_rows else None, local=local)
 
     def _sums(self, total: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         total, weight = jax.lax.psum(jnp.stack([total, weight]), batch_axes(self.settings.mesh))

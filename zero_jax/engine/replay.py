@@ -34,6 +34,7 @@ class How:
       open: what opens weights once for a whole layer, which is run again by others; None where
         every operation gathers for itself.
       outside: whether the gradients are themselves differentiated, see `engine/outside.py`.
+      keep_last: whether the last layer may stay gathered between the passes, see `layers.py`.
       evaluate: runs a jaxpr, see `rewrite`: loops and layers have bodies of their own.
     """
 
@@ -43,6 +44,7 @@ class How:
     bucket_bytes: float = math.inf
     open: Opener | None = None
     outside: bool = False
+    keep_last: bool = False
 
 
 def replay(
@@ -56,7 +58,7 @@ def replay(
 ) -> recompute.Run:
     """A layer as a function of its arrays that tells which of its results are kept, and what it
     has midway."""
-    if how.policy.policy is not None:
+    if how.policy.policy is not None or how.policy.kind == "none":
         return _asked(body, values_of, weights, how, in_loop=in_loop)
     pure = reads.made_of(body.jaxpr, weights)
     kept: dict[int, Any] = _kept(body.jaxpr, pure, how.policy)
@@ -95,7 +97,10 @@ def _asked(
         layer = Linear.of(body, moving)
         pairs = zip(body.jaxpr.invars, layer.closed.jaxpr.invars, strict=True)
         pure = reads.made_of(layer.closed.jaxpr, {own for var, own in pairs if var in weights})
-        kept = _kept(layer.closed.jaxpr, pure, how.policy)
+        if how.policy.kind == "none":
+            kept = _residuals(layer.closed.jaxpr, pure, layer.count)
+        else:
+            kept = _kept(layer.closed.jaxpr, pure, how.policy)
 
         def evaluate(values: Sequence[Any]) -> list[Any]:
             return how.evaluate(layer.closed, values, inside, kept=kept, tap=tap)
@@ -115,6 +120,12 @@ def _kept(jaxpr: jex.Jaxpr, pure: set[jex.Var], policy: Remat) -> dict[int, Plac
     """Of the equations whose results are kept, the place."""
     eqns = enumerate(jaxpr.eqns)
     return {i: place for i, e in eqns if (place := place_of(e, pure, policy)) is not None}
+
+
+def _residuals(jaxpr: jex.Jaxpr, pure: set[jex.Var], results: int) -> dict[int, Place]:
+    """Of the equations that make what the backward pass reads, the place."""
+    read = {v for v in jaxpr.outvars[results:] if v not in pure}
+    return {i: policies.DEVICE for i, e in enumerate(jaxpr.eqns) if not read.isdisjoint(e.outvars)}
 
 
 def place_of(eqn: jex.JaxprEqn, pure: set[jex.Var], policy: Remat) -> Place | None:

@@ -26,14 +26,16 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
+from zero_jax.engine import layers as explicit
 from zero_jax.engine import repeats
 from zero_jax.engine.loops import Loop
 from zero_jax.engine.reading import is_own_remat
 from zero_jax.engine.regathered import regathered
 from zero_jax.engine.replay import NONE, How, Tap, place_of, replay
 from zero_jax.engine.unrolled import Unrolled
-from zero_jax.engine.weights import Apart, Form, Opener, Weight, opened, whole
+from zero_jax.engine.weights import Apart, Form, Opener, Weight, follow, opened, whole
 from zero_jax.remat import policies, recompute
+from zero_jax.remat.activations import can_move
 from zero_jax.remat.policies import Place, Remat
 from zero_jax.tracing import jaxpr as equations
 
@@ -70,8 +72,28 @@ def run(
     forms = {var: x.form for var, x in pairs if isinstance(x, Weight)}
     runs = repeats.runs_of(jaxpr, forms)
     how = How(evaluate, policy, bucket_bytes=bucket_bytes, outside=outside)
-    outs = evaluate(closed, args, how, runs=runs, riders=riders)
+    last = _last_layers(jaxpr, forms, runs) if explicit.EXPLICIT else -1
+    outs = evaluate(closed, args, how, runs=runs, riders=riders, last=last)
     return [opened(x) for x in outs]
+
+
+def _last_layers(
+    jaxpr: jex.Jaxpr, forms: Mapping[jex.Var, Form], runs: Sequence[Sequence[Sequence[int]]]
+) -> int:
+    """Returns the equation at which the last layers begin, or -1.
+
+    Args:
+      jaxpr: The traced loss.
+      forms: Its variables that are parameters.
+      runs: Its unrolled layers.
+    """
+    forms, found = dict(forms), [run[0][0] for run in runs]
+    for at, eqn in enumerate(jaxpr.eqns):
+        if not follow(eqn, forms) and eqn.primitive.name == "scan":
+            stacks = eqn.invars[sum(equations.state_of(eqn)) :]
+            if any(equations.is_in(a, forms) and forms[a].may_slice for a in stacks):
+                found.append(at)
+    return max(found, default=-1)
 
 
 def apply(
@@ -103,6 +125,7 @@ def evaluate(
     *,
     runs: Sequence[Sequence[Sequence[int]]] = (),
     riders: Sequence[int | None] = (),
+    last: int = -1,
     kept: Mapping[int, Place] | None = None,
     tap: Tap | None = None,
 ) -> list[Any]:
@@ -114,11 +137,12 @@ def evaluate(
       how: how equations are run.
       runs: those of its equations that are layers which are not scanned.
       riders: see `run`.
+      last: the equation at which the last layers begin.
       kept: by equation, the place of its results, of which `tap` is told.
       tap: gives what goes on in a result's place.
     """
     kept, starts = kept or {}, {layers[0][0]: layers for layers in runs}
-    program = _Running(closed, args, how, riders)
+    program = _Running(closed, args, how, riders, last)
     at = 0
     while at < len(closed.jaxpr.eqns):
         if at in starts:
@@ -136,9 +160,14 @@ class _Running:
     """A program on its way: what is known, and what waits to be run together."""
 
     def __init__(
-        self, closed: jex.ClosedJaxpr, args: Sequence[Any], how: How, riders: Sequence[int | None]
+        self,
+        closed: jex.ClosedJaxpr,
+        args: Sequence[Any],
+        how: How,
+        riders: Sequence[int | None],
+        last: int,
     ):
-        self._jaxpr, self._how = closed.jaxpr, how
+        self._jaxpr, self._how, self._last = closed.jaxpr, how, last
         self._riders: dict[int, list[jex.Var]] = {}
         for var, at in zip(closed.jaxpr.invars, riders, strict=False):
             if at is not None:
@@ -161,7 +190,8 @@ class _Running:
             values = [equations.read(self._env, a) for a in eqn.invars]
             stopped = [equations.is_in(a, self._idle) for a in eqn.invars]
             riders = Apart([self._env[v] for v in self._riders.get(at, ())])
-            made = run_equation(eqn, values, stopped, self._how, riders.arrays)
+            how = dataclasses.replace(self._how, keep_last=at == self._last)
+            made = run_equation(eqn, values, stopped, how, riders.arrays)
             self._env.update(zip(eqn.outvars, made, strict=False))
             self._arrived(riders, made[len(eqn.outvars) :])
 
@@ -183,7 +213,31 @@ class _Running:
             if other not in own:
                 self.one(other)
         self._flush()
-        Unrolled(self._env, self._stretch, self._fixed, self._how).run(layers)
+        if explicit.EXPLICIT and self._how.policy.kind != "block_sqrt":
+            self._unrolled(layers)
+        else:
+            Unrolled(self._env, self._stretch, self._fixed, self._how).run(layers)
+
+    def _unrolled(self, layers: Sequence[Sequence[int]]) -> None:
+        how = dataclasses.replace(self._how, keep_last=layers[0][0] == self._last)
+        links = []
+        for layer in layers:
+            body = self._stretch(layer)
+            moves = {
+                v
+                for v in body.jaxpr.invars
+                if v not in self._fixed
+                and can_move(v.aval)
+                and self._stretch.last_read[v] <= layer[-1]
+            }
+            links.append(explicit.Link.of(body, self._env, how, moves))
+        made = [v for link in links for v in link.makes]
+        results = [v for v in made if self._stretch.last_read[v] > layers[-1][-1]]
+        riders = Apart([self._env[v] for v in self._riders.get(layers[-1][-1], ())])
+        run = explicit.UnrolledLayers(links, results, how)
+        outs = run.run([self._env[v] for v in run.inputs], riders.arrays)
+        self._env.update(zip(results, outs, strict=False))
+        self._arrived(riders, outs[len(results) :])
 
     def told(self, at: int, place: Place, tap: Tap) -> None:
         """Puts in place of an equation's results what `tap` makes of them."""
@@ -273,14 +327,18 @@ def _scan(
 ) -> list[Any]:
     """A scan over weights: slices of shards are gathered in its body, the rest before it."""
     consts, carried = equations.state_of(eqn)
-    loop = Loop(eqn, consts, carried, values, riders)
-    given = loop.given
+    loop: Any = Loop(eqn, consts, carried, values, riders)
+    given, run = loop.given, lambda *whole: loop.run(whole, how)
     if how.open is not None:
         inside = dataclasses.replace(how, policy=NONE, in_loop=True, open=None)
         return loop.run(list(map(how.open, given)), inside)
+    if explicit.EXPLICIT and not how.in_loop and how.policy.kind != "block_sqrt":
+        layers = explicit.ScannedLayers(eqn, values, riders, how)
+        if layers.is_sharded:
+            given, run = layers.operands, lambda *whole: layers.run(whole)
     others = [own for i, own in enumerate(stopped) if i not in loop.sliced]
     still = [*others, *[False] * (len(given) - len(others))]
-    return _gathering(lambda *whole: loop.run(whole, how), given, still, how, again=False)
+    return _gathering(run, given, still, how, again=False)
 
 
 def _own_remat(eqn: jex.JaxprEqn, values: list[Any], how: How) -> list[Any]:

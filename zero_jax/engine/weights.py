@@ -88,6 +88,7 @@ class Source:
       rows: of a table that is looked up: makes the rows that a gather takes, of the arrays, the
         gather's indices and its parameters.
       rode: whether its arrays come out of a loop, which says when their gradients are due.
+      local: whether making it communicates nothing, since every device has a copy (stages 0 to 2).
     """
 
     arrays: tuple[Any, ...]
@@ -95,6 +96,7 @@ class Source:
     free: bool
     rows: Callable[..., Any] | None = None
     rode: bool = False
+    local: bool = False
 
     def of(self, arrays: Arrays) -> "Source":
         """The same, made of other arrays."""
