@@ -253,6 +253,16 @@ def _touch_bwd(
 touch.defvjp(_touch_fwd, _touch_bwd)
 
 
+def touch_gradients(
+    gradient: jax.Array, slot: Optional, cut: Partition, wire: Wire, sums: bool
+) -> tuple[Optional, Optional, Optional]:
+    """Returns the gradients of `touch` by its three arrays, from that of its result.
+
+    None stands for an array that has none.
+    """
+    return _touch_bwd(cut, wire, sums, None if slot is None else _Slot(slot.dtype), gradient)
+
+
 def takes_slot(cut: Partition, wire: Wire) -> bool:
     """Returns whether a leaf's gradient is summed over devices in fewer than 32 bits."""
     return cut.layer_rank > 1 and wire.reduce.itemsize < 4

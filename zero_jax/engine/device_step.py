@@ -190,23 +190,31 @@ class DeviceStep:
         if not leaf.opens:
             return whole(value)
         has_copy, has_slot = copy is not None, slot is not None
+        wire, sums = self.settings.wire, leaf.summed == TOUCH
 
         def make(shard: jax.Array, *others: jax.Array) -> jax.Array:
             it = iter(others)
             own = next(it) if has_copy else None, next(it) if has_slot else None
-            sums = leaf.summed == TOUCH
-            return gather_scatter.touch(shard, *own, leaf.cut, self.settings.wire, sums)
+            return gather_scatter.touch(shard, *own, leaf.cut, wire, sums)
+
+        def back(gradient: jax.Array) -> tuple[jax.Array | None, ...]:
+            made = gather_scatter.touch_gradients(gradient, slot, leaf.cut, wire, sums)
+            given = zip(made, (value, copy, slot), strict=True)
+            return tuple(x for x, array in given if array is not None)
 
         def rows(
             given: tuple[jax.Array, ...], indices: jax.Array, how: Mapping[str, Any]
         ) -> jax.Array:
             shard, slot = given[0], given[1] if len(given) > 1 else None
             take = lookup.Take(how["mode"], how["fill_value"])
-            return lookup.rows(shard, slot, indices, take, leaf.cut, self.settings.wire)
+            return lookup.rows(shard, slot, indices, take, leaf.cut, wire)
 
         arrays = tuple(x for x in (value, copy, slot) if x is not None)
-        local = copy is not None or leaf.cut.dim is None
-        return Source(arrays, make, free=False, rows=rows if leaf.by_rows else None, local=local)
+        return Source(
+            *(arrays, make, False, rows if leaf.by_rows else None),
+            local=copy is not None or leaf.cut.dim is None,
+            back=back,
+        )
 
     def _sums(self, total: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         total, weight = jax.lax.psum(jnp.stack([total, weight]), batch_axes(self.settings.mesh))

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from jax.lax import dynamic_index_in_dim, dynamic_update_index_in_dim
 
 from zero_jax.collectives.barriers import Arrays, is_float, known, together
+from zero_jax.engine import repeats
 from zero_jax.engine.replay import How, replay
 from zero_jax.engine.weights import Apart, Source, Weight, whole
 from zero_jax.remat import recompute
@@ -44,6 +45,8 @@ from zero_jax.tracing.dataflow import HasGradient
 EXPLICIT = False
 # Two iterations share a loop body.
 UNROLL = 2
+# Two layers and the gradients of one are held at once: not where a layer is larger than that.
+MOST_BUCKETS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,12 +108,11 @@ class Gradients:
         """Positions among all arguments."""
         return (*self.params, *(self.first_input + i for i in self.inputs))
 
-    def reduce(self, block: Block, shards: Sequence[Arrays], gradients: Arrays) -> list[list[Any]]:
+    def reduce(self, block: Block, gradients: Arrays) -> list[list[Any]]:
         """Returns the gradients of the arrays that have one, for each of `params`."""
-        return [
-            _reduced(block.sources[i], shards[i], self.arrays[i], g)
-            for i, g in zip(self.params, gradients, strict=True)
-        ]
+        made = [block.sources[i].back(g) for i, g in zip(self.params, gradients, strict=True)]
+        pairs = zip(self.params, made, strict=True)
+        return [[x for x, m in zip(own, self.arrays[i], strict=True) if m] for i, own in pairs]
 
     def fill(self, shards: list[list[Any]], values: Sequence[Arrays]) -> None:
         """Puts values in place of the arrays that have a gradient."""
@@ -135,17 +137,6 @@ def _small(params: Arrays, which: Sequence[bool], bucket_bytes: float) -> list[A
     """Returns the parameters that stay gathered between the passes; None if they are large."""
     kept = [x if own else None for x, own in zip(params, which, strict=True)]
     return kept if sum(x.nbytes for x in jax.tree.leaves(kept)) <= bucket_bytes else None
-
-
-def _reduced(source: Source, arrays: Arrays, moving: Sequence[bool], gradient: Any) -> list[Any]:
-    """Returns the reduced gradients of a source's arrays. XLA removes the unused gather."""
-
-    def gathered(*given: Any) -> Any:
-        it = iter(given)
-        return source.of([next(it) if m else x for x, m in zip(arrays, moving, strict=True)]).open()
-
-    pull = jax.vjp(gathered, *(x for x, m in zip(arrays, moving, strict=True) if m))[1]
-    return list(pull(gradient))
 
 
 def _backward(
@@ -224,10 +215,21 @@ class ScannedLayers:
         looped = (length - 2 * peeled) // UNROLL * UNROLL if peeled else 0
         self.loop = self.order[peeled : peeled + looped]
 
-    @property
-    def is_sharded(self) -> bool:
-        """True if a layer communicates its parameters or their gradients."""
-        return bool(self.block.sources)
+    def fallback(self) -> str | None:
+        """Returns why an ordinary scan runs the layers instead, or None."""
+        jaxpr = self.body.jaxpr
+        weights = zip(sorted(self.sliced), self.slices.values, strict=True)
+        forms = {jaxpr.invars[i]: weight.form for i, weight in weights}
+        sizes = {form.leaf: equations.bytes_of(var) for var, form in forms.items()}
+        if not self.block.sources:
+            return "layers communicate nothing"
+        if self.how.policy.kind == "block_sqrt":
+            return "`remat`='block_sqrt' runs groups of layers"
+        if repeats.scans_of(jaxpr, forms):
+            return "a layer scans over parameters"
+        if sum(sizes.values()) > MOST_BUCKETS * self.how.bucket_bytes:
+            return f"a layer is larger than {MOST_BUCKETS} buckets"
+        return None
 
     def _values(self, args: Arrays) -> list[Any]:
         """Returns the operands of the body, given the arguments of a layer."""
@@ -472,7 +474,8 @@ class _Backward:
                 state = self._iteration(state, i, self._saved[i])
             elif i == scan.loop[0]:
                 state, _ = scan.over_loop(self._in_loop, state, back=True)
-        state = self._reduced(state, scan.order[0])
+        reduced = grads.reduce(scan.block, state.pending)
+        state = self._written(state, reduced, scan.order[0])
         groups = (self._consts, state.consts), (self._carry, state.carry)
         for places, values in (*groups, (self._slices, state.slices)):
             for at, x in zip(places, values, strict=True):
@@ -515,16 +518,9 @@ class _Backward:
         state = dataclasses.replace(state, carry=carry, params=params)
         if isinstance(i, int):
             held, state = _held_back(held, state)
-        shards = scan.shards_at(self._shards, after, self._gradients.params)
-        reduced = self._gradients.reduce(scan.block, shards, pending)
+        reduced = self._gradients.reduce(scan.block, pending)
         state, reduced = self._run(state, i, held, reduced)
         return self._written(state, reduced, after)
-
-    def _reduced(self, state: _State, i: Any) -> _State:
-        """Reduces the pending gradients of a layer."""
-        shards = self._scan.shards_at(self._shards, i, self._gradients.params)
-        reduced = self._gradients.reduce(self._scan.block, shards, state.pending)
-        return self._written(state, reduced, i)
 
     @staticmethod
     def _written(state: _State, reduced: Sequence[Arrays], i: Any) -> _State:
@@ -785,9 +781,7 @@ class _UnrolledBackward:
         return [own if a else None for own, a in zip(self._shards[at], again, strict=True)]
 
     def _reduced(self, at: int, gradients: Arrays) -> list[list[Any]]:
-        return (
-            self._saved[at][0].value[0].reduce(self._links[at].block, self._shards[at], gradients)
-        )
+        return self._saved[at][0].value[0].reduce(self._links[at].block, gradients)
 
     def _write(self, at: int, reduced: Sequence[Arrays]) -> None:
         self._saved[at][0].value[0].fill(self.shards[at], reduced)

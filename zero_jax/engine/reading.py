@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from zero_jax.collectives import gather_scatter, lookup
 from zero_jax.collectives.gather_scatter import Wire
+from zero_jax.engine import layers as explicit
 from zero_jax.engine import repeats
 from zero_jax.engine.lifetimes import STEP, TOUCH, Layers, Leaf, Lifetime
 from zero_jax.engine.weights import Form, follow
@@ -70,6 +71,8 @@ class Reading:
         }
         places: dict[int, tuple[int, Any]] = {}
         for run in repeats.runs_of(jaxpr, forms):
+            if explicit.EXPLICIT and policy.kind != "block_sqrt":
+                self._loops.append(run[-1][-1])
             for layer in run:
                 inside = self._layer(len(run), False, policy), self._opening(policy)
                 places.update((at, inside) for at in layer)
@@ -115,17 +118,21 @@ class Reading:
         return dataclasses.replace(leaf, by_rows=_by_rows(reads, cut, wire), rides=rides)
 
     def _loop_before(self, reads: Sequence[_Read]) -> int | None:
-        """The last loop over layers before a leaf is read for the first time."""
-        return max((at for at in self._loops if at < min(r.at for r in reads)), default=None)
+        """The last loop over layers before a leaf is read for the first time. A tied head is read
+        before its layers too: explicit layers prefetch it for its last use."""
+        alone = [r.at for r in reads if r.layer is None]
+        use = max(alone, default=-1) if explicit.EXPLICIT else min(r.at for r in reads)
+        return max((at for at in self._loops if at < use), default=None)
 
     def _layer(self, count: int, scanned: bool, policy: Remat) -> int:
         self._found.append((count, scanned, str(policy)))
         return len(self._found) - 1
 
     @staticmethod
-    def _opening(policy: Remat) -> Any:
+    def _opening(policy: Remat, *, nested: bool = False) -> Any:
         """What the reads of one layer share; under "none" each operation opens for itself."""
-        return None if policy.kind == "none" else object()
+        alone = nested or not explicit.EXPLICIT
+        return None if policy.kind == "none" and alone else object()
 
     def _walk(
         self,
@@ -191,7 +198,8 @@ class Reading:
             policy = _NONE if opening is not None else self._policy
             if layer is None:
                 layer = self._layer(eqn.params["length"], True, policy)
-            self._walk(body, sliced, loops + 1, layer, self._opening(policy), {})
+            own = self._opening(policy, nested=opening is not None)
+            self._walk(body, sliced, loops + 1, layer, own, {})
 
     def _read(
         self,

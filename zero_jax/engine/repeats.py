@@ -7,14 +7,14 @@ found here decides on memory and overlap, never on results.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.extend.core as jex
 import numpy as np
 
 from zero_jax.engine.weights import Form, follow
-from zero_jax.tracing.jaxpr import bytes_of, is_in, last_reads
+from zero_jax.tracing.jaxpr import bytes_of, is_in, last_reads, state_of
 
 # A stretch whose own parts repeat over so much of it is several layers.
 _MOST = 0.5
@@ -52,6 +52,17 @@ def runs_of(jaxpr: jex.Jaxpr, forms: dict[jex.Var, Form]) -> list[list[list[int]
         return [at for at in range(first, computes[b - 1] + 1) if at in own]
 
     return [[equations(a, b) for a, b in run] for run in found]
+
+
+def scans_of(jaxpr: jex.Jaxpr, forms: Mapping[jex.Var, Form]) -> list[int]:
+    """Returns the equations that scan over parameters, given the variables that are parameters."""
+    forms, found = dict(forms), []
+    for at, eqn in enumerate(jaxpr.eqns):
+        if not follow(eqn, forms) and eqn.primitive.name == "scan":
+            stacks = eqn.invars[sum(state_of(eqn)) :]
+            if any(is_in(a, forms) and forms[a].may_slice for a in stacks):
+                found.append(at)
+    return found
 
 
 def _key(eqn: jex.JaxprEqn, forms: dict[jex.Var, Form]) -> Any:

@@ -33,7 +33,7 @@ from zero_jax.engine.reading import is_own_remat
 from zero_jax.engine.regathered import regathered
 from zero_jax.engine.replay import NONE, How, Tap, place_of, replay
 from zero_jax.engine.unrolled import Unrolled
-from zero_jax.engine.weights import Apart, Form, Opener, Weight, follow, opened, whole
+from zero_jax.engine.weights import Apart, Form, Opener, Weight, opened, whole
 from zero_jax.remat import policies, recompute
 from zero_jax.remat.activations import can_move
 from zero_jax.remat.policies import Place, Remat
@@ -72,28 +72,9 @@ def run(
     forms = {var: x.form for var, x in pairs if isinstance(x, Weight)}
     runs = repeats.runs_of(jaxpr, forms)
     how = How(evaluate, policy, bucket_bytes=bucket_bytes, outside=outside)
-    last = _last_layers(jaxpr, forms, runs) if explicit.EXPLICIT else -1
+    last = max([run[0][0] for run in runs] + repeats.scans_of(jaxpr, forms), default=-1)
     outs = evaluate(closed, args, how, runs=runs, riders=riders, last=last)
     return [opened(x) for x in outs]
-
-
-def _last_layers(
-    jaxpr: jex.Jaxpr, forms: Mapping[jex.Var, Form], runs: Sequence[Sequence[Sequence[int]]]
-) -> int:
-    """Returns the equation at which the last layers begin, or -1.
-
-    Args:
-      jaxpr: The traced loss.
-      forms: Its variables that are parameters.
-      runs: Its unrolled layers.
-    """
-    forms, found = dict(forms), [run[0][0] for run in runs]
-    for at, eqn in enumerate(jaxpr.eqns):
-        if not follow(eqn, forms) and eqn.primitive.name == "scan":
-            stacks = eqn.invars[sum(equations.state_of(eqn)) :]
-            if any(equations.is_in(a, forms) and forms[a].may_slice for a in stacks):
-                found.append(at)
-    return max(found, default=-1)
 
 
 def apply(
@@ -332,9 +313,9 @@ def _scan(
     if how.open is not None:
         inside = dataclasses.replace(how, policy=NONE, in_loop=True, open=None)
         return loop.run(list(map(how.open, given)), inside)
-    if explicit.EXPLICIT and not how.in_loop and how.policy.kind != "block_sqrt":
+    if explicit.EXPLICIT and not how.in_loop and eqn.params["length"]:
         layers = explicit.ScannedLayers(eqn, values, riders, how)
-        if layers.is_sharded:
+        if layers.fallback() is None:
             given, run = layers.operands, lambda *whole: layers.run(whole)
     others = [own for i, own in enumerate(stopped) if i not in loop.sliced]
     still = [*others, *[False] * (len(given) - len(others))]

@@ -89,6 +89,7 @@ class Source:
         gather's indices and its parameters.
       rode: whether its arrays come out of a loop, which says when their gradients are due.
       local: whether making it communicates nothing, since every device has a copy (stages 0 to 2).
+      back: makes gradients of the arrays of that of the leaf, None for an array without.
     """
 
     arrays: tuple[Any, ...]
@@ -97,6 +98,7 @@ class Source:
     rows: Callable[..., Any] | None = None
     rode: bool = False
     local: bool = False
+    back: Callable[[Any], tuple[Any, ...]] = lambda gradient: (gradient,)
 
     def of(self, arrays: Arrays) -> "Source":
         """The same, made of other arrays."""
