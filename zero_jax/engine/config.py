@@ -12,6 +12,7 @@ from zero_jax.collectives.gather_scatter import Wire
 from zero_jax.collectives.precision import Precision, as_precision
 from zero_jax.collectives.quantised import BITS
 from zero_jax.engine import compiler
+from zero_jax.engine import layers as explicit
 from zero_jax.engine.lifetimes import LIFETIMES, TOUCH, Layers
 from zero_jax.engine.transformations import Frozen
 from zero_jax.low_bit.state import FP32, check_kind
@@ -240,6 +241,8 @@ class Config:
         # over micro-batches reads all weights, and all would be gathered at once.
         scanned = bool(layers) and all(layer.scanned for layer in layers)
         in_loops = self.grad_accum_steps == 1 or scanned
+        # Explicit passes gather ahead themselves.
+        in_loops = in_loops and (not explicit.EXPLICIT or any(layer.fallback for layer in layers))
         own = self.bucket_bytes, self.shards, self._layer_bytes(layers), in_loops
         return compiler.options(*own)
 

@@ -22,6 +22,7 @@ gradients are reduced during its backward pass. The last layer of a model stays 
 passes if it has at most `bucket_bytes`: layers of Ψ parameters send 3Ψ - Ψ/L elements.
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
@@ -31,15 +32,15 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.lax import dynamic_index_in_dim, dynamic_update_index_in_dim
 
-from zero_jax.collectives.barriers import Arrays, is_float, known, together
+from zero_jax.collectives.barriers import Arrays, known, together
 from zero_jax.engine import repeats
+from zero_jax.engine.layer_passes import Block, Gradients, backward, has_gradient, small, stopped
 from zero_jax.engine.replay import How, replay
-from zero_jax.engine.weights import Apart, Source, Weight, whole
-from zero_jax.remat import recompute
-from zero_jax.remat.policies import Place
-from zero_jax.remat.recompute import Held, Known, Midway
+from zero_jax.engine.weights import Apart, Form, Weight, whole
+from zero_jax.remat.policies import Remat
+from zero_jax.remat.recompute import Held, Known
 from zero_jax.tracing import jaxpr as equations
-from zero_jax.tracing.dataflow import HasGradient
+from zero_jax.tracing.dataflow import HasGradient, read_inputs
 
 # Switches from `loops`, `riders`, `chain`, `unrolled` and `layer_groups` to this module.
 EXPLICIT = False
@@ -49,127 +50,456 @@ UNROLL = 2
 MOST_BUCKETS = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """One layer, a function of its gathered parameters and then of its inputs.
-
-    Attributes:
-      run: The function.
-      sources: The parameters, each made of its shards.
-      places: Where inputs are saved, by position among all arguments. Others stay where they are.
-      stopped: Sources without a gradient.
-    """
-
-    run: recompute.Run
-    sources: Sequence[Source]
-    places: Mapping[int, Place]
-    stopped: Container[Source]
-
-    def trained(
-        self, moving: Sequence[Sequence[bool]]
-    ) -> tuple[tuple[tuple[bool, ...], ...], tuple[int, ...]]:
-        """Returns which arrays of each source have a gradient, and which parameters."""
-        own = tuple(
-            tuple(m and source not in self.stopped for m in flags)
-            for source, flags in zip(self.sources, moving, strict=True)
-        )
-        return own, tuple(i for i, flags in enumerate(own) if any(flags))
-
-    def layer(self, types: Sequence[Any]) -> recompute.Layer:
-        """Returns the layer for arguments of these types."""
-        return recompute.Layer(self.run, types, self.places)
-
-    def gather(self, shards: Sequence[Arrays | None]) -> list[Any]:
-        """Returns the full parameters of those sources that are given their shards."""
-        return [
-            None if own is None else source.of(own).open()
-            for source, own in zip(self.sources, shards, strict=True)
-        ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Gradients:
-    """Which arguments of a layer have gradients.
-
-    Attributes:
-      arrays: For each source, which of its arrays.
-      params: The parameters, by position.
-      inputs: The inputs, by position.
-      first_input: The number of parameters.
-    """
-
-    arrays: tuple[tuple[bool, ...], ...]
-    params: tuple[int, ...]
-    inputs: tuple[int, ...]
-    first_input: int
-
-    @property
-    def trained(self) -> tuple[int, ...]:
-        """Positions among all arguments."""
-        return (*self.params, *(self.first_input + i for i in self.inputs))
-
-    def reduce(self, block: Block, gradients: Arrays) -> list[list[Any]]:
-        """Returns the gradients of the arrays that have one, for each of `params`."""
-        made = [block.sources[i].back(g) for i, g in zip(self.params, gradients, strict=True)]
-        pairs = zip(self.params, made, strict=True)
-        return [[x for x, m in zip(own, self.arrays[i], strict=True) if m] for i, own in pairs]
-
-    def fill(self, shards: list[list[Any]], values: Sequence[Arrays]) -> None:
-        """Puts values in place of the arrays that have a gradient."""
-        for at, own in zip(self.params, values, strict=True):
-            moving = (k for k, m in enumerate(self.arrays[at]) if m)
-            for k, x in zip(moving, own, strict=True):
-                shards[at][k] = x
-
-
-def _moves(x: Any) -> bool:
-    """Returns True for an argument with a gradient."""
-    return x.perturbed and is_float(x.value)
-
-
-def _stopped(values: Apart) -> set[Source]:
-    """Returns the sources whose every use is behind a `stop_gradient`."""
-    moved = {v.source for v in values.values if isinstance(v, Weight) and not v.form.stopped}
-    return {*values.sources} - moved
-
-
-def _small(params: Arrays, which: Sequence[bool], bucket_bytes: float) -> list[Any] | None:
-    """Returns the parameters that stay gathered between the passes; None if they are large."""
-    kept = [x if own else None for x, own in zip(params, which, strict=True)]
-    return kept if sum(x.nbytes for x in jax.tree.leaves(kept)) <= bucket_bytes else None
-
-
-def _backward(
-    layer: recompute.Layer,
-    gradients: Gradients,
-    kept: Arrays,
-    cotangents: Arrays,
-    reduced: Any,
-    upcoming: Any,
-) -> tuple[list[Any], list[Any], Any, Any]:
-    """One backward iteration, after its barrier.
+def fallback(
+    jaxpr: jex.Jaxpr, forms: Mapping[jex.Var, Form], policy: Remat, bucket_bytes: float
+) -> str:
+    """Returns why layers run without the explicit passes of this module, or "".
 
     Args:
-      layer: The layer.
-      gradients: Which arguments have gradients.
-      kept: See `recompute.Layer.keep_all`.
-      cotangents: Those of the results that are floats, or None.
-      reduced: The reduced gradients of the layer after this one.
-      upcoming: Shards to be gathered next.
-
-    Returns:
-      The gradients of the parameters and of the inputs, `reduced`, `upcoming`.
+      jaxpr: The body of a scan.
+      forms: Its inputs that are slices of parameters.
+      policy: The remat policy.
+      bucket_bytes: The maximum bytes per collective.
     """
-    arrays, treedef = jax.tree.flatten(reduced)
-    matrices = [i for i, x in enumerate(arrays) if x.ndim > 1]
-    due, upcoming = together(([arrays[i] for i in matrices], upcoming))
-    for i, x in zip(matrices, due, strict=True):
-        arrays[i] = x
-    points = {Midway.FIRST: due, Midway.SECOND: []}
-    found = list(layer.gradients(gradients.trained, kept, cotangents, points))
-    count = len(gradients.params)
-    inputs, arrays = together((found[count:], arrays))
-    return found[:count], inputs, jax.tree.unflatten(treedef, arrays), upcoming
+    sizes = {form.leaf: equations.bytes_of(var) for var, form in forms.items()}
+    if not EXPLICIT:
+        return ""
+    if policy.kind == "block_sqrt":
+        return "run in groups"
+    if forms and repeats.scans_of(jaxpr, forms):
+        return "not prefetched: a layer scans over parameters"
+    if sum(sizes.values()) > MOST_BUCKETS * bucket_bytes:
+        return f"not prefetched: a layer is larger than {MOST_BUCKETS} buckets"
+    return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerNode:
+    """One layer among others. Values are known by numbers.
+
+    Attributes:
+      block: The layer.
+      reads: Its inputs.
+      types: The types of these.
+      makes: Its results.
+      floats: True for results that are floats.
+      ordered: Inputs that barriers order; others are read by several layers.
+      saves: Positions of inputs that are saved for this layer alone.
+      group: The position of its shards among those of all layers.
+      index: The position in stacks of shards, inputs and results; None for an unrolled layer.
+    """
+
+    block: Block
+    reads: Sequence[int]
+    types: Sequence[Any]
+    makes: Sequence[int]
+    floats: Sequence[bool]
+    ordered: Sequence[int]
+    saves: Sequence[int]
+    group: int
+    index: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ExplicitLayers:
+    """Layers that follow on each other.
+
+    Attributes:
+      links: The layers.
+      given: What exists before the first.
+      results: What is read after the last.
+      how: How equations are run.
+      loop: Positions of layers that a loop runs: scanned ones, of one block.
+      stacks: Inputs and results that are stacks of those of the layers.
+      moved: Returns the values with a gradient in each layer of a scan, given the inputs and the
+        arrays of shards that have one.
+    """
+
+    links: Sequence[LayerNode]
+    given: Sequence[int]
+    results: Sequence[int]
+    how: How
+    loop: range = range(0)
+    stacks: frozenset[int] = frozenset()
+    moved: Callable[[set[int], Sequence[Sequence[bool]]], set[int]] | None = None
+
+    def run(self, arrays: Arrays, shards: Sequence[Any], prefetched: Arrays) -> list[Any]:
+        """Returns the results, then the prefetched shards.
+
+        Args:
+          arrays: The given ones.
+          shards: For each group and source.
+          prefetched: Shards of parameters that are first used after the layers.
+        """
+        wrapped = jax.custom_vjp(self._primal)
+        wrapped.defvjp(self._forward, self._backward, symbolic_zeros=True)
+        return wrapped(list(arrays), shards, list(prefetched))
+
+    def _primal(self, arrays: Arrays, shards: Sequence[Any], prefetched: Arrays) -> list[Any]:
+        return _Forward(self, shards, None).run(arrays, prefetched)
+
+    def _forward(self, arrays: Any, shards: Any, prefetched: Any) -> tuple[list[Any], Any]:
+        moved = {n for n, x in zip(self.given, arrays, strict=True) if has_gradient(x)}
+        moving = [[list(map(has_gradient, own)) for own in group] for group in shards]
+        arrays, shards, prefetched = jax.tree.map(
+            lambda x: x.value, (arrays, shards, prefetched), is_leaf=lambda x: hasattr(x, "value")
+        )
+        if self.moved is not None:
+            moved = self.moved(moved, moving[0])
+        passes = _Forward(self, shards, (moved, moving))
+        outs = passes.run(arrays, prefetched)
+        saved = {n for link in self.links for n in link.reads}
+        saved -= {link.reads[at] for link in self.links for at in link.saves}
+        kept = {n: x for n, x in zip(self.given, arrays, strict=True) if n in saved}
+        static = Known((tuple(passes.gradients), tuple(passes.again)))
+        return outs, (static, kept, shards, passes.saved, passes.looped, passes.last)
+
+    def _backward(self, residuals: Any, cotangents: Any) -> tuple[list[Any], list[Any], list[Any]]:
+        static, *arrays = residuals
+        return _Backward(self, *static.value, *arrays).run(list(map(known, cotangents)))
+
+    def shards_of(
+        self, shards: Sequence[Any], link: LayerNode, i: Any, which: Container[int]
+    ) -> list[Any]:
+        """Returns a layer's shards for these sources, and None for others."""
+        return [
+            [_slice(x, i) for x in own] if at in which else None
+            for at, own in enumerate(shards[link.group])
+        ]
+
+    def params(self, shards: Sequence[Any], link: LayerNode, i: Any, gathered: Arrays) -> list[Any]:
+        """Returns the parameters of a layer, given those that were gathered ahead."""
+        own = {*range(len(gathered))} - link.block.remote
+        made = link.block.gather(self.shards_of(shards, link, i, own))
+        return [b if a is None else a for a, b in zip(gathered, made, strict=True)]
+
+    def inputs(self, link: LayerNode, env: Mapping[int, Any], i: Any) -> list[Any]:
+        """Returns the inputs of a layer."""
+        return [_slice(env[n], i) if n in self.stacks else env[n] for n in link.reads]
+
+    def over_loop(self, iteration: Callable[..., Any], state: Any, *, back: bool = False) -> Any:
+        """Runs an iteration for all layers of the loop; returns the state and the stacked rest."""
+        first, last = (self.links[at].index or 0 for at in (self.loop[0], self.loop[-1]))
+        indices = jnp.arange(min(first, last), max(first, last) + 1)
+        reverse = (last < first) != back
+        return jax.lax.scan(iteration, state, indices, reverse=reverse, unroll=UNROLL)
+
+
+def _slice(x: jax.Array, i: Any) -> jax.Array:
+    return x if i is None else dynamic_index_in_dim(x, i, keepdims=False)
+
+
+def _put(stack: Any, x: jax.Array, i: Any) -> jax.Array:
+    if i is None:
+        return x
+    return dynamic_update_index_in_dim(stack, x.astype(stack.dtype), i, 0)
+
+
+@dataclasses.dataclass(eq=False)
+class _Forward:
+    """The forward pass.
+
+    Attributes:
+      layers: The layers.
+      shards: For each group and source.
+      moves: Values, and arrays of shards, that have a gradient; None to save nothing.
+      gradients, again: For each layer which arguments have gradients, and which parameters the
+        backward pass reads.
+      saved: What the backward pass reads of each layer outside of the loop.
+      looped: The same of the layers in the loop, stacked.
+      last: The gathered parameters of the last layer, if they are saved.
+    """
+
+    layers: ExplicitLayers
+    shards: Sequence[Any]
+    moves: tuple[set[int], Sequence[Any]] | None
+    gradients: list[Gradients] = dataclasses.field(default_factory=list)
+    again: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    saved: dict[int, Held] = dataclasses.field(default_factory=dict)
+    looped: Held | None = None
+    last: list[Any] | None = None
+
+    def run(self, arrays: Arrays, following: Arrays) -> list[Any]:
+        """Returns the results, then the prefetched shards."""
+        links, prefetched = self.layers.links, following
+        self._stay: dict[int, list[bool]] = {}
+        env = dict(zip(self.layers.given, arrays, strict=True))
+        pieces: dict[int, dict[int, Any]] = {n: {} for n in self.layers.results}
+        params = links[0].block.gather(self._remote(links[0], links[0].index))
+        for at, link in enumerate(links):
+            is_last = at + 1 == len(links)
+            if self.moves is not None:
+                self._settle(link)
+            if at in self.layers.loop:
+                if at == self.layers.loop[0]:
+                    params = self._loop(link, env, params, pieces)
+                if self.moves is not None:
+                    self.again.append(self._read_again(link))
+                continue
+            following = prefetched if is_last else self._remote(links[at + 1], links[at + 1].index)
+            following, used, outs, held = self._layer(link, link.index, env, params, following)
+            if held is not None:
+                (outs, following), self.saved[at] = held.on_its_way([outs, following])
+                self.again.append(self._read_again(link))
+            for n, x in zip(link.makes, outs, strict=True):
+                if n in self.layers.stacks:
+                    pieces[n][link.index or 0] = x[None]
+                else:
+                    env[n] = x
+            if not is_last:
+                params = links[at + 1].block.gather(following)
+            elif held is not None and self.layers.how.keep_last:
+                again = [i in self.again[-1] for i in range(len(used))]
+                self.last = small(used, again, self.layers.how.bucket_bytes)
+        for n, own in pieces.items():
+            if n in self.layers.stacks:
+                env[n] = jnp.concatenate([own[i] for i in sorted(own)])
+        return [*(env[n] for n in self.layers.results), *following]
+
+    def _settle(self, link: LayerNode) -> None:
+        """Finds out which arguments of a layer have gradients."""
+        assert self.moves is not None
+        moved, moving = self.moves
+        inputs = tuple(at for at, n in enumerate(link.reads) if n in moved)
+        arrays, params = link.block.trained(moving[link.group])
+        self.gradients.append(Gradients(arrays, params, inputs, len(arrays)))
+        if self.layers.moved is None and self.gradients[-1].trained:
+            moved.update(n for n, own in zip(link.makes, link.floats, strict=True) if own)
+
+    def _loop(
+        self, link: LayerNode, env: dict[int, Any], params: Any, pieces: dict[int, dict[int, Any]]
+    ) -> Any:
+        """Runs the layers of the loop; returns the parameters gathered for the one after them."""
+        layers, step = self.layers, _step(self.layers)
+        carried = [n for n in link.makes if n not in layers.stacks]
+
+        def body(state: Any, i: Any) -> Any:
+            params, carry = state
+            own = env | dict(zip(carried, carry, strict=True))
+            following, _, outs, held = self._layer(
+                link, i, own, params, self._remote(link, i + step)
+            )
+            carry, ys = outs[: len(carried)], outs[len(carried) :]
+            return (link.block.gather(following), carry), (ys, held)
+
+        state = params, [env[n] for n in carried]
+        (params, carry), (ys, self.looped) = layers.over_loop(body, state)
+        env.update(zip(carried, carry, strict=True))
+        for n, y in zip(link.makes[len(carried) :], ys, strict=True):
+            pieces[n][link.index or 0] = y
+        return params
+
+    def _layer(
+        self, link: LayerNode, i: Any, env: Mapping[int, Any], params: Any, following: Any
+    ) -> tuple[Any, list[Any], list[Any], Held | None]:
+        """Runs layer i, while what follows is gathered.
+
+        Returns:
+          `following`, available when the layer's inputs are; its parameters; its results; what is
+          saved.
+        """
+        if link.ordered:
+            own = {n: env[n] for n in link.ordered}
+            following, params, own = together((following, params, own))
+            env = {**env, **own}
+        params = self.layers.params(self.shards, link, i, params)
+        args = [*params, *self.layers.inputs(link, env, i)]
+        if self.moves is None:
+            return following, params, link.block.run(args, lambda x, _: x, ()), None
+        trained, count = self.gradients[-1].trained, len(params)
+        layer = link.block.layer([*map(jax.typeof, params), *link.types])
+        outs, kept = layer.keep_all(args, trained)
+        if id(link.block) not in self._stay:
+            self._stay[id(link.block)] = layer.reads(trained, kept, outs)
+        saves = {count + at for at in link.saves} | {*range(len(args), len(kept))}
+        pairs = enumerate(self._stay[id(link.block)])
+        return following, params, outs, Held.of(kept, [own and at in saves for at, own in pairs])
+
+    def _remote(self, link: LayerNode, i: Any) -> list[Any]:
+        return self.layers.shards_of(self.shards, link, i, link.block.remote)
+
+    def _read_again(self, link: LayerNode) -> tuple[int, ...]:
+        stay = self._stay[id(link.block)]
+        return tuple(at for at in sorted(link.block.remote) if stay[at])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """What a backward iteration hands to the next one.
+
+    Attributes:
+      cotangents: Cotangents of values.
+      params: Parameters gathered for the layer, None for those that it does not read or has.
+      pending: Gradients of the layer after it, not reduced yet.
+      stacks: Stacked gradients of inputs that are stacks.
+      shards: Gradients of the shards that have one, for each group and trained parameter.
+    """
+
+    cotangents: dict[int, Any]
+    params: list[Any]
+    pending: list[Any]
+    stacks: dict[int, Any]
+    shards: list[Any]
+
+
+@dataclasses.dataclass(eq=False)
+class _Backward:
+    """The backward pass; attributes as of `_Forward`, but `env` has the inputs read by all.
+
+    `_ahead` is the layer that is gathered already, `_after` the one whose gradients are pending.
+    """
+
+    layers: ExplicitLayers
+    gradients: Sequence[Gradients]
+    again: Sequence[tuple[int, ...]]
+    env: dict[int, Any]
+    shards: Sequence[Any]
+    saved: Mapping[int, Held]
+    looped: Held | None
+    last: list[Any] | None
+    _after: int | None = None
+    _ahead: int | None = None
+
+    def run(self, cotangents: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Returns the gradients of the given arrays, of the shards and of the prefetched ones."""
+        layers, stacks = self.layers, self.layers.stacks
+        results = dict(zip(layers.results, cotangents, strict=False))
+        self._results = {n: c for n, c in results.items() if n in stacks}
+        self._prefetched = list(cotangents[len(layers.results) :])
+        own = {n: c for n, c in results.items() if n not in stacks and c is not None}
+        self._ahead = len(layers.links) - 1 if self.last is not None else None
+        state = _State(own, self.last or [], [], *self._empty())
+        for at in reversed(range(len(layers.links))):
+            if at not in layers.loop:
+                state = self._outside(at, state)
+            elif at == layers.loop[-1] and self._after is not None:
+                state, _ = layers.over_loop(self._in_loop, state, back=True)
+                self._after, self._ahead = layers.loop[0], layers.loop[0] - 1
+        shards: list[Any] = [[[None] * len(own) for own in group] for group in self.shards]
+        if self._after is None:
+            return [None] * len(layers.given), shards, self._prefetched
+        at = self._after
+        state = self._written(state, at, layers.links[at].index, self._reduce(state))
+        of_group = {k.group: own for k, own in zip(layers.links, self.gradients, strict=True)}
+        for group, gradients in of_group.items():
+            gradients.fill(shards[group], state.shards[group])
+        found = state.cotangents | state.stacks
+        return [found.get(n) for n in layers.given], shards, self._prefetched
+
+    def _in_loop(self, state: _State, i: Any) -> tuple[_State, None]:
+        at = self.layers.loop[0]
+        first = min(self.layers.links[at].index or 0 for at in self.layers.loop)
+        held = jax.tree.map(lambda x: _slice(x, i - first), self.looped)
+        _, state = self._kept_apart(at, state, None)
+        # All layers of the loop are alike.
+        reduced = self._reduce(state, at)
+        state, reduced = self._run(at, i, i - _step(self.layers), state, held, reduced)
+        return self._written(state, at, i + _step(self.layers), reduced), None
+
+    def _outside(self, at: int, state: _State) -> _State:
+        """Runs a layer backward outside of the loop, unless nothing in it has a gradient."""
+        link, before = self.layers.links[at], self.layers.links[max(at - 1, 0)].index
+        if not self.gradients[at].trained or all(
+            c is None for c in self._enters(at, state, link.index)
+        ):
+            return state
+        if self._ahead != at:
+            shards = self.layers.shards_of(self.shards, link, link.index, self.again[at])
+            shards, found = together((shards, state.cotangents))
+            state = dataclasses.replace(state, cotangents=found, params=link.block.gather(shards))
+        # In one computation with the forward pass XLA would keep what lies between the passes.
+        held, state = self._kept_apart(at, state, self.saved[at])
+        reduced = self._prefetched if self._after is None else self._reduce(state)
+        state, reduced = self._run(at, link.index, before, state, held, reduced)
+        if self._after is None:
+            self._prefetched = reduced
+        else:
+            state = self._written(state, self._after, self.layers.links[self._after].index, reduced)
+        self._after, self._ahead = at, at - 1
+        return state
+
+    def _kept_apart(self, at: int, state: _State, held: Held | None) -> tuple[Any, _State]:
+        """Keeps iterations apart: nothing of a layer begins before the layer after it ends."""
+        makes = self.layers.links[at].makes
+        own = {n: state.cotangents[n] for n in makes if n in state.cotangents}
+        own, params, pending, held = together((own, state.params, state.pending, held))
+        found = state.cotangents | own
+        return held, dataclasses.replace(state, cotangents=found, params=params, pending=pending)
+
+    def _enters(self, at: int, state: _State, i: Any) -> list[Any]:
+        """Returns the cotangents of a layer's results that are floats."""
+        link = self.layers.links[at]
+        names = [n for n, own in zip(link.makes, link.floats, strict=True) if own]
+        stacked = {n: c for n in names if (c := self._results.get(n)) is not None}
+        return [_slice(stacked[n], i) if n in stacked else state.cotangents.get(n) for n in names]
+
+    def _run(
+        self, at: int, i: Any, before: Any, state: _State, held: Held, reduced: Any
+    ) -> tuple[_State, Any]:
+        """Runs layer i backward; meanwhile `reduced` arrives, then layer `before` is gathered."""
+        layers, link, gradients = self.layers, self.layers.links[at], self.gradients[at]
+        kept, count = held.all(), len(link.block.sources)
+        params = layers.params(self.shards, link, i, state.params)
+        # Parameters that are not read are zeros.
+        kept[:count] = [kept[k] if x is None else x for k, x in enumerate(params)]
+        for k, n in enumerate(link.reads):
+            if k not in link.saves:
+                kept[count + k] = _slice(self.env[n], i if n in layers.stacks else None)
+        layer = link.block.layer([*map(jax.typeof, kept[:count]), *link.types])
+        ahead = layers.links[at - 1] if at else None
+        upcoming = layers.shards_of(self.shards, ahead, before, self.again[at - 1]) if ahead else []
+        pending, inputs, reduced, upcoming = backward(
+            *(layer, gradients, kept, self._enters(at, state, i), reduced, upcoming)
+        )
+        found = {n: c for n, c in state.cotangents.items() if n not in link.makes}
+        stacks = dict(state.stacks)
+        for k, x in zip(gradients.inputs, inputs, strict=True):
+            n = link.reads[k]
+            if n in layers.stacks:
+                stacks[n] = _put(stacks[n], x, i)
+            else:
+                found[n] = found[n] + x if n in found else x
+        params = ahead.block.gather(upcoming) if ahead else []
+        return _State(found, params, pending, stacks, state.shards), reduced
+
+    def _reduce(self, state: _State, at: int | None = None) -> list[list[Any]]:
+        """Returns the reduced gradients of the layer that are pending."""
+        at = self._after if at is None else at
+        assert at is not None
+        return self.gradients[at].reduce(self.layers.links[at].block, state.pending)
+
+    def _written(self, state: _State, at: int, i: Any, reduced: Sequence[Arrays]) -> _State:
+        """Stores the reduced gradients of a layer."""
+        shards, group = list(state.shards), self.layers.links[at].group
+        pairs = zip(shards[group], reduced, strict=True)
+        shards[group] = [[_put(s, x, i) for s, x in zip(*own, strict=True)] for own in pairs]
+        return dataclasses.replace(state, shards=shards)
+
+    def _empty(self) -> tuple[dict[int, Any], list[Any]]:
+        """Returns stacks of zeros for gradients of inputs and of shards; None without stacks."""
+        stacks: dict[int, Any] = {}
+        shards: list[Any] = [[] for _ in self.shards]
+        for link, gradients in zip(self.layers.links, self.gradients, strict=True):
+            names = [n for k in gradients.inputs if (n := link.reads[k]) in self.layers.stacks]
+            stacks.update((n, jnp.zeros_like(self.env[n])) for n in names if n not in stacks)
+            shards[link.group] = [
+                [
+                    None if link.index is None else jnp.zeros_like(x)
+                    for x, own in zip(
+                        self.shards[link.group][at], gradients.arrays[at], strict=True
+                    )
+                    if own
+                ]
+                for at in gradients.params
+            ]
+        return stacks, shards
+
+
+def _step(layers: ExplicitLayers) -> int:
+    """Returns the difference of the indices of two layers that follow on each other."""
+    first, second = (layers.links[at].index or 0 for at in layers.loop[:2])
+    return second - first
 
 
 class ScannedLayers:
@@ -178,6 +508,7 @@ class ScannedLayers:
     Attributes:
       operands: What `run` is given: operands that are not sliced parameters, then the shards of
         those, then the prefetched shards.
+      is_explicit: True if `run` is to be used; else an ordinary scan is.
 
     Args:
       eqn: The scan.
@@ -189,599 +520,168 @@ class ScannedLayers:
     def __init__(
         self, eqn: jex.JaxprEqn, values: Sequence[Any], prefetched: Sequence[Any], how: How
     ):
-        self.eqn, self.how = eqn, how
-        self.body = equations.written_out(equations.inner(eqn))
-        self.consts, self.carried = equations.state_of(eqn)
-        first = self.consts + self.carried
-        self.sliced = {
-            i
+        self._eqn, self._body = eqn, equations.written_out(equations.inner(eqn))
+        consts, carried = equations.state_of(eqn)
+        first, jaxpr = consts + carried, self._body.jaxpr
+        sliced = {
+            i: x.sliced()
             for i, x in enumerate(values)
             if i >= first and isinstance(x, Weight) and x.form.may_slice
         }
-        self.slices = Apart([values[i].sliced() for i in sorted(self.sliced)])
-        others = [x for i, x in enumerate(values) if i not in self.sliced]
-        self.others, self._prefetched = len(others), len(prefetched)
-        self.operands = [*others, *self.slices.arrays, *prefetched]
+        self._sliced, self._slices = set(sliced), Apart(list(sliced.values()))
+        others = [x for i, x in enumerate(values) if i not in sliced]
+        self._others, self.operands = len(others), [*others, *self._slices.arrays, *prefetched]
         # Parameters that every device holds are inputs like any other.
-        sources = [source for source in self.slices.sources if not source.free]
-        start = len(sources) + self.consts
-        places = {start + i: how.policy.inputs for i in range(self.carried)}
-        weights = {self.body.jaxpr.invars[i] for i in self.sliced}
-        run = replay(self.body, self._values, weights, how, in_loop=True, midway=True)
-        self.block = Block(run, sources, places, _stopped(self.slices))
+        sources = [source for source in self._slices.sources if not source.free]
+        weights = {jaxpr.invars[i]: weight for i, weight in sliced.items()}
+        flags = zip(jaxpr.invars, read_inputs(jaxpr), strict=True)
+        read = {weights[v].source for v, flag in flags if flag and v in weights}
+        self._block = Block(
+            run=replay(self._body, self._values, {*weights}, how, in_loop=True, midway=True),
+            sources=sources,
+            places={len(sources) + consts + i: how.policy.inputs for i in range(carried)},
+            stopped=stopped(self._slices) | {*sources} - read,
+            # Others are whole on every device, or unused.
+            remote={i for i, x in enumerate(sources) if x in read and not x.local},
+        )
+        forms = {v: weight.form for v, weight in weights.items()}
+        reason = fallback(jaxpr, forms, how.policy, how.bucket_bytes)
+        self.is_explicit = bool(sources) and not reason
+        free = len(self._slices.sources) - len(sources)
+        inputs, carry = range(self._others + free), range(consts, first)
+        makes = [*carry, *range(len(inputs), len(inputs) + len(jaxpr.outvars) - carried)]
         length, step = eqn.params["length"], -1 if eqn.params["reverse"] else 1
-        self.order, self.step = range(length)[::step], step
-        peeled = 1 if length >= UNROLL + 2 else 0
-        looped = (length - 2 * peeled) // UNROLL * UNROLL if peeled else 0
-        self.loop = self.order[peeled : peeled + looped]
-
-    def fallback(self) -> str | None:
-        """Returns why an ordinary scan runs the layers instead, or None."""
-        jaxpr = self.body.jaxpr
-        weights = zip(sorted(self.sliced), self.slices.values, strict=True)
-        forms = {jaxpr.invars[i]: weight.form for i, weight in weights}
-        sizes = {form.leaf: equations.bytes_of(var) for var, form in forms.items()}
-        if not self.block.sources:
-            return "layers communicate nothing"
-        if self.how.policy.kind == "block_sqrt":
-            return "`remat`='block_sqrt' runs groups of layers"
-        if repeats.scans_of(jaxpr, forms):
-            return "a layer scans over parameters"
-        if sum(sizes.values()) > MOST_BUCKETS * self.how.bucket_bytes:
-            return f"a layer is larger than {MOST_BUCKETS} buckets"
-        return None
-
-    def _values(self, args: Arrays) -> list[Any]:
-        """Returns the operands of the body, given the arguments of a layer."""
-        params, at = iter(args[: len(self.block.sources)]), len(self.block.sources)
-        others, held = iter(args[at : at + self.others]), iter(args[at + self.others :])
-        own = [whole(next(held if source.free else params)) for source in self.slices.sources]
-        slices = iter(self.slices.of([], own))
-        both = range(len(self.body.jaxpr.invars))
-        return [next(slices if i in self.sliced else others) for i in both]
+        looped = max(0, length - 2) // UNROLL * UNROLL
+        link = LayerNode(
+            block=self._block,
+            reads=inputs,
+            types=[v.aval for i, v in enumerate(jaxpr.invars) if i not in sliced]
+            + [weight.arrays[0] for weight in weights.values() if weight.source.free],
+            makes=makes,
+            floats=list(map(equations.is_float, jaxpr.outvars)),
+            ordered=carry,
+            saves=carry,
+            group=0,
+        )
+        self._layers = ExplicitLayers(
+            links=[dataclasses.replace(link, index=i) for i in range(length)[::step]],
+            given=inputs,
+            results=makes,
+            how=how,
+            loop=range(1, 1 + looped) if looped else range(0),
+            stacks=frozenset([*inputs[first:], *makes[carried:]]),
+            moved=self._moved,
+        )
 
     def run(self, operands: Arrays) -> list[Any]:
         """Returns the results of the scan, then the prefetched shards."""
-        others, it = list(operands[: self.others]), iter(operands[self.others :])
-        shards, held = [], []
-        for source in self.slices.sources:
+        inputs, it = list(operands[: self._others]), iter(operands[self._others :])
+        shards = []
+        for source in self._slices.sources:
             own = [next(it) for _ in source.arrays]
-            held.extend(own) if source.free else shards.append(own)
-        wrapped = jax.custom_vjp(self._primal)
-        wrapped.defvjp(self._forward, self._backward, symbolic_zeros=True)
-        return wrapped([*others, *held], shards, list(it))
+            inputs.extend(own) if source.free else shards.append(own)
+        return self._layers.run(inputs, [shards], list(it))
 
-    def _primal(self, inputs: Arrays, shards: Sequence[Arrays], prefetched: Arrays) -> list[Any]:
-        return _Forward(self, inputs, shards, None).run(prefetched)
+    def _values(self, args: Arrays) -> list[Any]:
+        """Returns the operands of the body, given the arguments of a layer."""
+        at = len(self._block.sources)
+        params, others = iter(args[:at]), iter(args[at : at + self._others])
+        free = iter(args[at + self._others :])
+        own = [whole(next(free if source.free else params)) for source in self._slices.sources]
+        slices = iter(self._slices.of([], own))
+        both = range(len(self._body.jaxpr.invars))
+        return [next(slices if i in self._sliced else others) for i in both]
 
-    def _forward(self, inputs: Any, shards: Any, prefetched: Any) -> tuple[list[Any], Any]:
-        gradients = self._gradients(
-            list(map(_moves, inputs)), [list(map(_moves, own)) for own in shards]
-        )
-        inputs, prefetched = ([x.value for x in part] for part in (inputs, prefetched))
-        shards = [[x.value for x in own] for own in shards]
-        passes = _Forward(self, inputs, shards, gradients)
-        outs = passes.run(prefetched)
-        # The initial carry is not read again.
-        start = self.consts
-        inputs[start : start + self.carried] = [None] * self.carried
-        static = Known((gradients, tuple(passes.stay)))
-        return outs, (static, inputs, shards, passes.saved, passes.looped, passes.last)
-
-    def _backward(self, residuals: Any, cotangents: Any) -> tuple[list[Any], list[Any], list[Any]]:
-        static, *arrays = residuals
-        passes = _Backward(self, *static.value, *arrays)
-        return passes.run(list(map(known, cotangents)))
-
-    def _gradients(self, inputs: Sequence[bool], shards: Sequence[Sequence[bool]]) -> Gradients:
-        """Returns what has a gradient in a layer, given which operands have one."""
-        arrays, params = self.block.trained(shards)
-        trained = {self.block.sources[i] for i in params}
-        free = [source for source in self.slices.sources if source.free]
-        for source, moves in zip(free, inputs[self.others :], strict=True):
-            if moves and source not in self.block.stopped:
-                trained.add(source)
-        weights = iter([w.source in trained and not w.form.stopped for w in self.slices.values])
-        others = iter(inputs[: self.others])
-        operands = range(len(self.eqn.invars))
-        flags = [next(weights if i in self.sliced else others) for i in operands]
-        flags = HasGradient().body(self.eqn, flags)[0]
-        pairs = zip(flags, self.body.jaxpr.invars, strict=True)
-        flags = [flag and equations.is_float(v) for flag, v in pairs]
-        own = [flag for i, flag in enumerate(flags) if i not in self.sliced]
-        own.extend(source in trained for source in free)
-        return Gradients(
-            arrays, params, tuple(i for i, flag in enumerate(own) if flag), len(arrays)
-        )
-
-    def shards_at(self, shards: Sequence[Arrays], i: Any, which: Container[int]) -> list[Any]:
-        """Returns the shards of a layer for these sources, and None for others."""
-        return [
-            [dynamic_index_in_dim(x, i, keepdims=False) for x in own] if at in which else None
-            for at, own in enumerate(shards)
-        ]
-
-    def args(self, params: Arrays, inputs: Arrays, carry: Arrays, i: Any) -> list[Any]:
-        """Returns the arguments of layer i."""
-        first = self.consts + self.carried
-        xs = [dynamic_index_in_dim(x, i, keepdims=False) for x in inputs[first:]]
-        return [*params, *inputs[: self.consts], *carry, *xs]
-
-    def types(self, args: Arrays) -> list[Any]:
-        """Returns the types of a layer's arguments; saved ones may be stored as other types."""
-        start = len(self.block.sources) + self.consts
-        variables = self.body.jaxpr.invars[self.consts : self.consts + self.carried]
-        own = {start + k: var.aval for k, var in enumerate(variables)}
-        return [own.get(at, jax.typeof(x)) for at, x in enumerate(args)]
-
-    def over_loop(self, iteration: Callable[..., Any], state: Any, *, back: bool = False) -> Any:
-        """Runs an iteration for all layers in the loop; returns the state and the stacked rest."""
-        indices = jnp.arange(min(self.loop), max(self.loop) + 1)
-        reverse = (self.step < 0) != back
-        return jax.lax.scan(iteration, state, indices, reverse=reverse, unroll=UNROLL)
-
-    @property
-    def remote(self) -> set[int]:
-        """The sources that are gathered, by position; others are whole on every device."""
-        return {at for at, source in enumerate(self.block.sources) if not source.local}
-
-    def with_local(self, params: Arrays, shards: Sequence[Arrays], i: Any) -> list[Any]:
-        """Returns the parameters of layer i, given those that were gathered for it."""
-        local = {*range(len(params))} - self.remote
-        made = self.block.gather(self.shards_at(shards, i, local))
-        return [b if a is None else a for a, b in zip(params, made, strict=True)]
+    def _moved(self, inputs: set[int], shards: Sequence[Sequence[bool]]) -> set[int]:
+        """Returns the inputs with a gradient in each layer, given those that have one at first."""
+        trained = {self._block.sources[at] for at in self._block.trained(shards)[1]}
+        free = dict(enumerate((x for x in self._slices.sources if x.free), self._others))
+        moving = {n for n in inputs if n in free and free[n] not in self._block.stopped}
+        trained |= {free[n] for n in moving}
+        weights = iter([w.source in trained and not w.form.stopped for w in self._slices.values])
+        others = iter([n in inputs for n in range(self._others)])
+        both = range(len(self._eqn.invars))
+        flags = [next(weights if i in self._sliced else others) for i in both]
+        flags = HasGradient().body(self._eqn, flags)[0]
+        own = [i for i in both if i not in self._sliced]
+        variables = self._body.jaxpr.invars
+        moved = {n for n, i in enumerate(own) if flags[i] and equations.is_float(variables[i])}
+        return moved | moving
 
 
-class _Forward:
-    """The forward pass over a scan's layers.
+def unrolled(
+    bodies: Sequence[jex.ClosedJaxpr],
+    env: Mapping[jex.Var, Any],
+    results: Sequence[jex.Var],
+    moves: Sequence[Container[jex.Var]],
+    prefetched: Arrays,
+    how: How,
+) -> list[Any]:
+    """Runs unrolled layers that follow on each other.
 
     Args:
-      gradients: Which arguments of a layer have gradients; None saves nothing.
-
-    Attributes:
-      saved: What the backward pass reads of each layer outside of the loop, by its index.
-      looped: The same of the layers in the loop, stacked.
-      last: The gathered parameters of the last layer, if they are saved.
-      stay: Which arguments and saved results of a layer the backward pass reads.
-    """
-
-    def __init__(
-        self,
-        scan: ScannedLayers,
-        inputs: Arrays,
-        shards: Sequence[Arrays],
-        gradients: Gradients | None,
-    ):
-        self._scan, self._inputs, self._shards = scan, inputs, shards
-        self._gradients = gradients
-        self.saved: dict[int, Held] = {}
-        self.looped: Held | None = None
-        self.last: list[Any] | None = None
-        self.stay: list[bool] = []
-
-    def run(self, prefetched: Arrays) -> list[Any]:
-        """Returns the carry, the stacked results and the prefetched shards."""
-        scan = self._scan
-        carry = list(self._inputs[scan.consts : scan.consts + scan.carried])
-        state = scan.block.gather(self._following(scan.order[0])), carry
-        ys: dict[int, list[Any]] = {}
-        for i in scan.order[:-1]:
-            if i not in scan.loop:
-                state, (made, held) = self._iteration(state, i)
-                if held is not None:
-                    state, self.saved[i] = held.on_its_way(state)
-                ys[i] = [y[None] for y in made]
-            elif i == scan.loop[0]:
-                state, (ys[i], self.looped) = scan.over_loop(self._iteration, state)
-        i = scan.order[-1]
-        prefetched, params, outs, held = self._run(i, state, prefetched)
-        if held is not None:
-            outs, self.saved[i] = held.on_its_way(outs)
-        if self._gradients is not None and scan.how.keep_last:
-            again = [at in scan.remote and self.stay[at] for at in range(len(params))]
-            self.last = _small(params, again, scan.how.bucket_bytes)
-        ys[i] = [y[None] for y in outs[scan.carried :]]
-        stacks = zip(*(ys[i] for i in sorted(ys)), strict=True)
-        return [*outs[: scan.carried], *map(jnp.concatenate, stacks), *prefetched]
-
-    def _iteration(self, state: Any, i: Any) -> tuple[Any, Any]:
-        following, _, outs, held = self._run(i, state, self._following(i + self._scan.step))
-        count = self._scan.carried
-        return (self._scan.block.gather(following), outs[:count]), (outs[count:], held)
-
-    def _run(self, i: Any, state: Any, following: Any) -> Any:
-        """Runs layer i.
-
-        Returns:
-          `following`, available when the layer's inputs are; its parameters; its results; what is
-          saved.
-        """
-        scan = self._scan
-        following, params, carry = together((following, *state))
-        args = scan.args(scan.with_local(params, self._shards, i), self._inputs, carry, i)
-        if self._gradients is None:
-            return following, params, scan.block.run(args, lambda x, _: x, ()), None
-        layer, trained = scan.block.layer(scan.types(args)), self._gradients.trained
-        outs, kept = layer.keep_all(args, trained)
-        if not self.stay:
-            self.stay.extend(layer.reads(trained, kept, outs))
-        start = len(params) + scan.consts
-        own = {*range(start, start + scan.carried), *range(len(args), len(kept))}
-        stay = [stays and at in own for at, stays in enumerate(self.stay)]
-        return following, params, outs, Held.of(kept, stay)
-
-    def _following(self, i: Any) -> list[Any]:
-        return self._scan.shards_at(self._shards, i, self._scan.remote)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _State:
-    """What a backward iteration hands to the next one.
-
-    Attributes:
-      carry: Cotangents of the layer's results that the scan carries and that have one.
-      params: Gathered parameters of the layer, None for those that it does not need or has.
-      pending: Gradients of the layer after it, not reduced yet.
-      consts: Gradients of the scan's constants, summed so far.
-      slices: Stacked gradients of the other inputs of all layers.
-      shards: Stacked gradients of the shards of all layers.
-    """
-
-    carry: list[Any]
-    params: list[Any]
-    pending: list[Any]
-    consts: list[Any]
-    slices: list[Any]
-    shards: list[list[Any]]
-
-
-class _Backward:
-    """The backward pass over a scan's layers; the arguments are what the forward pass saved."""
-
-    def __init__(
-        self,
-        scan: ScannedLayers,
-        gradients: Gradients,
-        stay: Sequence[bool],
-        inputs: Arrays,
-        shards: Sequence[Arrays],
-        saved: Mapping[int, Held],
-        looped: Held | None,
-        last: list[Any] | None,
-    ):
-        self._scan, self._gradients, self._inputs, self._shards = scan, gradients, inputs, shards
-        self._saved, self._looped, self._last = saved, looped, last
-        self._again = {at for at in scan.remote if stay[at]}
-        start, stop = scan.consts, scan.consts + scan.carried
-        self._consts = [at for at in gradients.inputs if at < start]
-        self._carry = [at for at in gradients.inputs if start <= at < stop]
-        self._slices = [at for at in gradients.inputs if at >= stop]
-
-    def run(self, cotangents: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Returns the gradients of all inputs, of the shards and of the prefetched shards."""
-        scan, grads = self._scan, self._gradients
-        found: list[Any] = [None] * len(self._inputs)
-        shards: list[Any] = [[None] * len(own) for own in self._shards]
-        count = len(scan.body.jaxpr.outvars)
-        results, prefetched = cotangents[:count], cotangents[count:]
-        if all(c is None for c in results) or not grads.trained:
-            return found, shards, list(prefetched)
-        self._ys = results[scan.carried :]
-        state, arrived = self._last_layer(results, prefetched)
-        for i in scan.order[-2::-1]:
-            if i not in scan.loop:
-                state = self._iteration(state, i, self._saved[i])
-            elif i == scan.loop[0]:
-                state, _ = scan.over_loop(self._in_loop, state, back=True)
-        reduced = grads.reduce(scan.block, state.pending)
-        state = self._written(state, reduced, scan.order[0])
-        groups = (self._consts, state.consts), (self._carry, state.carry)
-        for places, values in (*groups, (self._slices, state.slices)):
-            for at, x in zip(places, values, strict=True):
-                found[at] = x
-        grads.fill(shards, state.shards)
-        return found, shards, arrived
-
-    def _last_layer(self, results: Sequence[Any], prefetched: Any) -> tuple[_State, Any]:
-        """Runs the last layer, during which gradients of the prefetched shards are reduced."""
-        scan, i = self._scan, self._scan.order[-1]
-        types = [scan.body.jaxpr.outvars[at - scan.consts].aval for at in self._carry]
-        carry = [
-            jnp.zeros(like.shape, like.dtype) if (c := results[at - scan.consts]) is None else c
-            for at, like in zip(self._carry, types, strict=True)
-        ]
-        params = self._last
-        if params is None:
-            own, carry = together((scan.shards_at(self._shards, i, self._again), carry))
-            params = scan.block.gather(own)
-        empty = [jnp.zeros_like(self._inputs[at]) for at in self._slices]
-        shards = [
-            [jnp.zeros_like(x) for x, m in zip(*pair, strict=True) if m]
-            for pair in (
-                (self._shards[at], self._gradients.arrays[at]) for at in self._gradients.params
-            )
-        ]
-        state = _State(carry, params, [], [], empty, shards)
-        held, state = _held_back(self._saved[i], state)
-        return self._run(state, i, held, prefetched)
-
-    def _in_loop(self, state: _State, i: Any) -> tuple[_State, None]:
-        at = i - min(self._scan.loop)
-        held = jax.tree.map(lambda x: dynamic_index_in_dim(x, at, keepdims=False), self._looped)
-        return self._iteration(state, i, held), None
-
-    def _iteration(self, state: _State, i: Any, held: Held) -> _State:
-        """Reduces the gradients of the layer after layer i while that runs backward."""
-        scan, after = self._scan, i + self._scan.step
-        carry, params, pending = together((state.carry, state.params, state.pending))
-        state = dataclasses.replace(state, carry=carry, params=params)
-        if isinstance(i, int):
-            held, state = _held_back(held, state)
-        reduced = self._gradients.reduce(scan.block, pending)
-        state, reduced = self._run(state, i, held, reduced)
-        return self._written(state, reduced, after)
-
-    @staticmethod
-    def _written(state: _State, reduced: Sequence[Arrays], i: Any) -> _State:
-        pairs = zip(state.shards, reduced, strict=True)
-        shards = [[_put(s, x, i) for s, x in zip(*own, strict=True)] for own in pairs]
-        return dataclasses.replace(state, shards=shards)
-
-    def _run(self, state: _State, i: Any, held: Held, reduced: Any) -> tuple[_State, Any]:
-        """Runs layer i backward; `reduced` arrives meanwhile, and then the layer before it."""
-        scan, first = self._scan, self._scan.order[0]
-        is_first = isinstance(i, int) and i == first
-        params = scan.with_local(state.params, self._shards, i)
-        kept = held.all()
-        # Unneeded parameters are zeros, which nothing reads.
-        params = [kept[at] if x is None else x for at, x in enumerate(params)]
-        start = len(params) + scan.consts
-        carry = kept[start : start + scan.carried]
-        args = scan.args(params, self._inputs, carry, i)
-        kept[: len(args)] = args
-        layer = scan.block.layer(scan.types(args))
-        upcoming = [] if is_first else scan.shards_at(self._shards, i - scan.step, self._again)
-        pending, inputs, reduced, upcoming = _backward(
-            *(layer, self._gradients, kept, self._cotangents(state.carry, i), reduced, upcoming)
-        )
-        parts, it = (self._consts, self._carry, self._slices), iter(inputs)
-        consts, own, slices = ([next(it) for _ in part] for part in parts)
-        if state.consts:
-            consts = [a + b for a, b in zip(state.consts, consts, strict=True)]
-        stacks = [_put(s, x, i) for s, x in zip(state.slices, slices, strict=True)]
-        ahead = [] if is_first else scan.block.gather(upcoming)
-        return _State(own, ahead, pending, consts, stacks, state.shards), reduced
-
-    def _cotangents(self, carry: Sequence[Any], i: Any) -> list[Any]:
-        """Returns the cotangents of a layer's results that are floats."""
-        scan, known_carry = self._scan, dict(zip(self._carry, carry, strict=True))
-        own = [known_carry.get(scan.consts + k) for k in range(scan.carried)]
-        ys = [None if y is None else dynamic_index_in_dim(y, i, keepdims=False) for y in self._ys]
-        pairs = zip([*own, *ys], scan.body.jaxpr.outvars, strict=True)
-        return [c for c, v in pairs if equations.is_float(v)]
-
-
-def _put(stack: jax.Array, x: jax.Array, i: Any) -> jax.Array:
-    return dynamic_update_index_in_dim(stack, x.astype(stack.dtype), i, 0)
-
-
-def _held_back(held: Held, state: _State) -> tuple[Held, _State]:
-    """Makes what a layer saved available when it runs backward. Outside of loops XLA would merge
-    both runs of the layer, and keep what lies between."""
-    held, carry = together((held, state.carry))
-    return held, dataclasses.replace(state, carry=carry)
-
-
-@dataclasses.dataclass(frozen=True)
-class Link:
-    """One of several unrolled layers.
-
-    Attributes:
-      block: The layer.
-      reads: Its inputs.
-      makes: Its results.
-      shards: The shards of its parameters, for each source.
-    """
-
-    block: Block
-    reads: Sequence[jex.Var]
-    makes: Sequence[jex.Var]
-    shards: Sequence[Arrays]
-
-    @classmethod
-    def of(
-        cls, body: jex.ClosedJaxpr, env: Mapping[jex.Var, Any], how: How, moves: Container[jex.Var]
-    ) -> "Link":
-        """Makes a layer of its jaxpr and of the values of variables.
-
-        Args:
-          body: The layer.
-          env: The values of its inputs.
-          how: How equations are run.
-          moves: The inputs that are saved where the remat policy says.
-        """
-        variables = body.jaxpr.invars
-        weights = {v for v in variables if isinstance(env[v], Weight)}
-        apart = Apart([env[v] for v in variables if v in weights])
-        reads = [v for v in variables if v not in weights]
-        count = len(apart.sources)
-
-        def values(args: Arrays) -> list[Any]:
-            params, rest = iter(apart.of([], list(map(whole, args[:count])))), iter(args[count:])
-            return [next(params if v in weights else rest) for v in variables]
-
-        places = {count + i: how.policy.inputs for i, v in enumerate(reads) if v in moves}
-        run = replay(body, values, weights, how, in_loop=False, midway=True)
-        shards = [source.arrays for source in apart.sources]
-        block = Block(run, apart.sources, places, _stopped(apart))
-        return cls(block, reads, body.jaxpr.outvars, shards)
-
-
-class UnrolledLayers:
-    """Unrolled layers that follow on each other.
-
-    Args:
-      links: The layers.
+      bodies: The layers.
+      env: The values of their inputs.
       results: What is read after the last.
+      moves: The inputs of each layer that are saved where the remat policy says.
+      prefetched: Shards of parameters that are first used after the layers.
       how: How equations are run.
 
-    Attributes:
-      links: The layers.
-      results: What is read after the last.
-      inputs: What exists before the first.
+    Returns:
+      The results, then the prefetched shards.
     """
-
-    def __init__(self, links: Sequence[Link], results: Sequence[jex.Var], how: How):
-        self.links, self.results, self._how = links, results, how
-        made = {v for link in links for v in link.makes}
-        self.inputs = list(dict.fromkeys(v for k in links for v in k.reads if v not in made))
-
-    def run(self, arrays: Arrays, prefetched: Arrays) -> list[Any]:
-        """Returns the results, then the prefetched shards, given the inputs."""
-        wrapped = jax.custom_vjp(self._primal)
-        wrapped.defvjp(self._forward, self._backward, symbolic_zeros=True)
-        return wrapped(list(arrays), [list(k.shards) for k in self.links], list(prefetched))
-
-    def _primal(self, arrays: Arrays, shards: Sequence[Any], prefetched: Arrays) -> list[Any]:
-        env = dict(zip(self.inputs, arrays, strict=True))
-        params = self.links[0].block.gather(shards[0])
-        for at, link in enumerate(self.links):
-            following = prefetched if at + 1 == len(self.links) else shards[at + 1]
-            following, args = self._ready(at, env, params, following)
-            outs = link.block.run(args, lambda x, _: x, ())
-            env.update(zip(link.makes, outs, strict=True))
-            params = self._gather(at + 1, following)
-        return [*(env[v] for v in self.results), *following]
-
-    def _ready(
-        self, at: int, env: Mapping[Any, Any], params: Arrays, following: Any
-    ) -> tuple[Any, list[Any]]:
-        """Returns `following`, available when the inputs of a layer are, and its arguments."""
-        reads = self.links[at].reads
-        others = {v for i, link in enumerate(self.links) if i != at for v in link.reads}
-        own = [v for v in reads if v not in others]
-        env = dict(env)
-        if own:
-            following, params, tied = together((following, params, [env[v] for v in own]))
-            env.update(zip(own, tied, strict=True))
-        return following, [*params, *(env[v] for v in reads)]
-
-    def _gather(self, at: int, shards: Any) -> list[Any]:
-        return self.links[at].block.gather(shards) if at < len(self.links) else []
-
-    def _forward(self, arrays: Any, shards: Any, prefetched: Any) -> tuple[list[Any], Any]:
-        moved = {v for v, x in zip(self.inputs, arrays, strict=True) if _moves(x)}
-        moving = [[list(map(_moves, own)) for own in layer] for layer in shards]
-        arrays, shards, following = jax.tree.map(
-            lambda x: x.value, (arrays, shards, prefetched), is_leaf=lambda x: hasattr(x, "value")
+    numbers: dict[jex.Var, int] = {}
+    links: list[LayerNode] = []
+    shards: list[Any] = []
+    parts = [[v for v in body.jaxpr.invars if isinstance(env.get(v), Weight)] for body in bodies]
+    reads = [
+        [v for v in body.jaxpr.invars if v not in own]
+        for body, own in zip(bodies, parts, strict=True)
+    ]
+    readers = collections.Counter(v for own in reads for v in own)
+    for body, weights, inputs, own in zip(bodies, parts, reads, moves, strict=True):
+        apart = Apart([env[v] for v in weights])
+        count, makes = len(apart.sources), body.jaxpr.outvars
+        block = Block(
+            run=replay(
+                *(body, _values_of(body, weights, apart), {*weights}, how),
+                in_loop=False,
+                midway=True,
+            ),
+            sources=apart.sources,
+            places={count + k: how.policy.inputs for k, v in enumerate(inputs) if v in own},
+            stopped=stopped(apart),
+            remote={k for k, x in enumerate(apart.sources) if not (x.free or x.local)},
         )
-        prefetched, env = following, dict(zip(self.inputs, arrays, strict=True))
-        params, saved, last = self.links[0].block.gather(shards[0]), [], None
-        for at, link in enumerate(self.links):
-            is_last = at + 1 == len(self.links)
-            following = prefetched if is_last else shards[at + 1]
-            following, args = self._ready(at, env, params, following)
-            count = len(params)
-            inputs = tuple(i for i, v in enumerate(link.reads) if v in moved)
-            gradients = Gradients(*link.block.trained(moving[at]), inputs, count)
-            layer = link.block.layer(list(map(jax.typeof, args)))
-            outs, kept = layer.keep_all(args, gradients.trained)
-            stay = layer.reads(gradients.trained, kept, outs)
-            again = tuple(stay[:count])
-            stay[:count] = [False] * count
-            outs, held = Held.of(kept, stay).on_its_way(outs)
-            env.update(zip(link.makes, outs, strict=True))
-            if gradients.trained:
-                moved.update(v for v in link.makes if equations.is_float(v))
-            saved.append((Known((gradients, again)), held))
-            if is_last and self._how.keep_last:
-                last = _small(args[:count], again, self._how.bucket_bytes)
-            params = self._gather(at + 1, following)
-        return [*(env[v] for v in self.results), *following], (saved, shards, last)
-
-    def _backward(self, residuals: Any, cotangents: Any) -> tuple[Any, Any, Any]:
-        saved, shards, last = residuals
-        cotangents = list(map(known, cotangents))
-        count = len(self.results)
-        back = _UnrolledBackward(self.links, saved, shards, last, cotangents[count:])
-        for v, c in zip(self.results, cotangents[:count], strict=True):
-            if equations.is_float(v) and c is not None:
-                back.cotangents[v] = c
-        for at in reversed(range(len(self.links))):
-            back.layer(at)
-        back.finish()
-        return [back.cotangents.get(v) for v in self.inputs], back.shards, back.prefetched
-
-
-class _UnrolledBackward:
-    """The backward pass over unrolled layers.
-
-    Attributes:
-      cotangents: Those that are known, by variable.
-      shards: Gradients of each layer's shards.
-      prefetched: Gradients of the prefetched shards.
-    """
-
-    def __init__(
-        self,
-        links: Sequence[Link],
-        saved: Sequence[tuple[Known, Held]],
-        shards: Sequence[Any],
-        last: list[Any] | None,
-        prefetched: list[Any],
-    ):
-        self._links, self._saved, self._shards = links, saved, shards
-        self.cotangents: dict[jex.Var, Any] = {}
-        self.shards: list[Any] = [[[None] * len(own) for own in layer] for layer in shards]
-        self.prefetched = prefetched
-        # The layer that is gathered already, and its parameters.
-        self._ahead = None if last is None else (len(links) - 1, last)
-        # The layer whose gradients are not reduced yet, and these.
-        self._pending: tuple[int, list[Any]] | None = None
-
-    def layer(self, at: int) -> None:
-        """Runs a layer backward, unless nothing in it has a gradient."""
-        link, (gradients, _), held = self._links[at], self._saved[at][0].value, self._saved[at][1]
-        enters = [self.cotangents.pop(v, None) for v in link.makes if equations.is_float(v)]
-        if not gradients.trained or all(c is None for c in enters):
-            return
-        if self._ahead is None or self._ahead[0] != at:
-            own, enters = together((self._read_again(at), enters))
-            self._ahead = at, link.block.gather(own)
-        params, pending = self._ahead[1], self._pending
-        after = [] if pending is None else pending[1]
-        held, enters, params, after = together((held, enters, params, after))
-        reduced = self.prefetched if pending is None else self._reduced(pending[0], after)
-        kept = held.all()
-        kept[: len(params)] = [kept[i] if x is None else x for i, x in enumerate(params)]
-        types = [*map(jax.typeof, kept[: len(params)]), *(v.aval for v in link.reads)]
-        upcoming = self._read_again(at - 1) if at else []
-        own, inputs, reduced, upcoming = _backward(
-            *(link.block.layer(types), gradients, kept, enters, reduced, upcoming)
+        for v in (*inputs, *makes):
+            numbers.setdefault(v, len(numbers))
+        links.append(
+            LayerNode(
+                block=block,
+                reads=[numbers[v] for v in inputs],
+                types=[v.aval for v in inputs],
+                makes=[numbers[v] for v in makes],
+                floats=list(map(equations.is_float, makes)),
+                ordered=[numbers[v] for v in inputs if readers[v] == 1],
+                saves=range(len(inputs)),
+                group=len(links),
+            )
         )
-        if pending is None:
-            self.prefetched = reduced
-        else:
-            self._write(pending[0], reduced)
-        self._pending = at, own
-        self._ahead = (at - 1, self._links[at - 1].block.gather(upcoming)) if at else None
-        for i, x in zip(gradients.inputs, inputs, strict=True):
-            v = link.reads[i]
-            self.cotangents[v] = self.cotangents[v] + x if v in self.cotangents else x
+        shards.append([list(source.arrays) for source in apart.sources])
+    made = {v for body in bodies for v in body.jaxpr.outvars}
+    given = [v for v in dict.fromkeys(v for own in reads for v in own) if v not in made]
+    layers = ExplicitLayers(links, [numbers[v] for v in given], [numbers[v] for v in results], how)
+    return layers.run([env[v] for v in given], shards, prefetched)
 
-    def finish(self) -> None:
-        """Reduces the gradients that are pending."""
-        if self._pending is not None:
-            self._write(self._pending[0], self._reduced(*self._pending))
 
-    def _read_again(self, at: int) -> list[Any]:
-        """Returns the shards of the parameters that the backward pass of a layer reads."""
-        again = self._saved[at][0].value[1]
-        return [own if a else None for own, a in zip(self._shards[at], again, strict=True)]
+def _values_of(
+    body: jex.ClosedJaxpr, weights: Sequence[jex.Var], apart: Apart
+) -> Callable[[Arrays], list[Any]]:
+    """Returns a function from the arguments of an unrolled layer to the operands of its body."""
+    count = len(apart.sources)
 
-    def _reduced(self, at: int, gradients: Arrays) -> list[list[Any]]:
-        return self._saved[at][0].value[0].reduce(self._links[at].block, gradients)
+    def values(args: Arrays) -> list[Any]:
+        params, rest = iter(apart.of([], list(map(whole, args[:count])))), iter(args[count:])
+        return [next(params if v in weights else rest) for v in body.jaxpr.invars]
 
-    def _write(self, at: int, reduced: Sequence[Arrays]) -> None:
-        self._saved[at][0].value[0].fill(self.shards[at], reduced)
+    return values

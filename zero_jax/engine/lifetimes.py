@@ -99,9 +99,11 @@ class Layers:
       elements: elements that one of them gathers on a device.
       scanned: whether a loop runs them.
       policy: what they keep, as written; a `jax.checkpoint` of the model's own has its own.
+      fallback: Why the explicit passes of `layers.py` do not run them, or "".
     """
 
     count: int
     elements: int
     scanned: bool
     policy: str
+    fallback: str = ""

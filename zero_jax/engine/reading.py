@@ -55,13 +55,17 @@ class Reading:
       jaxpr: of the loss, with calls written out; its first inputs are the leaves.
       cuts: how each leaf is cut.
       policy: what layers keep.
+      bucket_bytes: the most that a collective moves at once.
     """
 
-    def __init__(self, jaxpr: jex.Jaxpr, cuts: Sequence[Partition], policy: Remat):
-        self._policy, self._cuts = policy, cuts
+    def __init__(
+        self, jaxpr: jex.Jaxpr, cuts: Sequence[Partition], policy: Remat, bucket_bytes: float
+    ):
+        self._policy, self._cuts, self._bucket_bytes = policy, cuts, bucket_bytes
         self._reads: list[_Read] = []
-        # Of each layer the number of those that are alike, whether scanned, and its policy.
-        self._found: list[tuple[int, bool, str]] = []
+        # Of each layer the number of those that are alike, whether scanned, its policy and why
+        # explicit passes do not run it.
+        self._found: list[tuple[int, bool, str, str]] = []
         # The equation of the loss that is looked at, and those that are loops over layers which
         # have matrix products to hide something behind.
         self._jaxpr, self._at, self._loops = jaxpr, 0, list[int]()
@@ -73,8 +77,10 @@ class Reading:
         for run in repeats.runs_of(jaxpr, forms):
             if explicit.EXPLICIT and policy.kind != "block_sqrt":
                 self._loops.append(run[-1][-1])
+            fallback = explicit.fallback(jaxpr, {}, policy, bucket_bytes)
             for layer in run:
-                inside = self._layer(len(run), False, policy), self._opening(policy)
+                own = self._layer(len(run), False, policy, fallback)
+                inside = own, self._opening(policy, explicitly=explicit.EXPLICIT)
                 places.update((at, inside) for at in layer)
         self._walk(jaxpr, forms, 0, None, None, places)
 
@@ -82,8 +88,8 @@ class Reading:
     def layers(self) -> list[Layers]:
         """What layers there are, alike ones together."""
         known = [
-            Layers(count, self._words(at), scanned, policy)
-            for at, (count, scanned, policy) in enumerate(self._found)
+            Layers(count, self._words(at), scanned, policy, fallback)
+            for at, (count, scanned, policy, fallback) in enumerate(self._found)
         ]
         return list(dict.fromkeys(known))
 
@@ -124,15 +130,15 @@ class Reading:
         use = max(alone, default=-1) if explicit.EXPLICIT else min(r.at for r in reads)
         return max((at for at in self._loops if at < use), default=None)
 
-    def _layer(self, count: int, scanned: bool, policy: Remat) -> int:
-        self._found.append((count, scanned, str(policy)))
+    def _layer(self, count: int, scanned: bool, policy: Remat, fallback: str = "") -> int:
+        self._found.append((count, scanned, str(policy), fallback))
         return len(self._found) - 1
 
     @staticmethod
-    def _opening(policy: Remat, *, nested: bool = False) -> Any:
-        """What the reads of one layer share; under "none" each operation opens for itself."""
-        alone = nested or not explicit.EXPLICIT
-        return None if policy.kind == "none" and alone else object()
+    def _opening(policy: Remat, *, explicitly: bool) -> Any:
+        """What the reads of one layer share. Under "none" each operation opens for itself, but in
+        explicit passes."""
+        return None if policy.kind == "none" and not explicitly else object()
 
     def _walk(
         self,
@@ -196,9 +202,12 @@ class Reading:
             if loops == 0 and layer is None and any(equations.products(body)):
                 self._loops.append(self._at)
             policy = _NONE if opening is not None else self._policy
+            fallback = ""
             if layer is None:
-                layer = self._layer(eqn.params["length"], True, policy)
-            own = self._opening(policy, nested=opening is not None)
+                fallback = explicit.fallback(body, sliced, policy, self._bucket_bytes)
+                layer = self._layer(eqn.params["length"], True, policy, fallback)
+            explicitly = explicit.EXPLICIT and opening is None and not fallback
+            own = self._opening(policy, explicitly=explicitly)
             self._walk(body, sliced, loops + 1, layer, own, {})
 
     def _read(

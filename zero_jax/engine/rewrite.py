@@ -201,22 +201,20 @@ class _Running:
 
     def _unrolled(self, layers: Sequence[Sequence[int]]) -> None:
         how = dataclasses.replace(self._how, keep_last=layers[0][0] == self._last)
-        links = []
-        for layer in layers:
-            body = self._stretch(layer)
-            moves = {
+        bodies = [self._stretch(layer) for layer in layers]
+        last, fixed = self._stretch.last_read, self._fixed
+        moves = [
+            {
                 v
                 for v in body.jaxpr.invars
-                if v not in self._fixed
-                and can_move(v.aval)
-                and self._stretch.last_read[v] <= layer[-1]
+                if v not in fixed and can_move(v.aval) and last[v] <= layer[-1]
             }
-            links.append(explicit.Link.of(body, self._env, how, moves))
-        made = [v for link in links for v in link.makes]
-        results = [v for v in made if self._stretch.last_read[v] > layers[-1][-1]]
+            for body, layer in zip(bodies, layers, strict=True)
+        ]
+        made = [v for body in bodies for v in body.jaxpr.outvars]
+        results = [v for v in made if last[v] > layers[-1][-1]]
         riders = Apart([self._env[v] for v in self._riders.get(layers[-1][-1], ())])
-        run = explicit.UnrolledLayers(links, results, how)
-        outs = run.run([self._env[v] for v in run.inputs], riders.arrays)
+        outs = explicit.unrolled(bodies, self._env, results, moves, riders.arrays, how)
         self._env.update(zip(results, outs, strict=False))
         self._arrived(riders, outs[len(results) :])
 
@@ -315,7 +313,7 @@ def _scan(
         return loop.run(list(map(how.open, given)), inside)
     if explicit.EXPLICIT and not how.in_loop and eqn.params["length"]:
         layers = explicit.ScannedLayers(eqn, values, riders, how)
-        if layers.fallback() is None:
+        if layers.is_explicit:
             given, run = layers.operands, lambda *whole: layers.run(whole)
     others = [own for i, own in enumerate(stopped) if i not in loop.sliced]
     still = [*others, *[False] * (len(given) - len(others))]

@@ -19,7 +19,7 @@ from zero_jax.engine import annotations, experts, lifetimes, losses, over_rows, 
 from zero_jax.engine.config import Config
 from zero_jax.remat import policies
 from zero_jax.sharding import paths
-from zero_jax.sharding.mesh import AnyMesh, batch_axes, batch_shards, on_gpu
+from zero_jax.sharding.mesh import AnyMesh, batch_axes, batch_shards, model_size, on_gpu
 from zero_jax.sharding.model_axis import named_activations
 from zero_jax.sharding.paths import PyTree
 from zero_jax.tracing import passes
@@ -123,7 +123,9 @@ def trace(
         found = experts.at_their_devices(
             *(found, cuts, names, stage), parts=settings.stage < 3 or policy.kind != "none"
         )
-        read = reading.Reading(found.jaxpr, cuts, policy)
+        # Sizes of a trace are those of all devices of `model`.
+        bucket = settings.bucket_bytes * model_size(settings.mesh)
+        read = reading.Reading(found.jaxpr, cuts, policy, bucket)
         life = lifetimes.lifetime(settings.stage, grad_accum_steps)
         leaves = [
             read.leaf(at, name, still, life, settings.wire)

@@ -274,7 +274,7 @@ def format_layers(plan: Plan) -> str:
         return "layers: none found, so remat has no effect"
     found = [
         f"{x.count} {'scanned' if x.scanned else 'unrolled'} of {x.elements:,} parameters, remat "
-        f"{x.policy}"
+        f"{x.policy}" + (f" ({x.fallback})" if x.fallback else "")
         for x in plan.layers
     ]
     return "layers: " + "; ".join(found)

@@ -1,0 +1,158 @@
+"""Layers with explicit passes: gradients of plain JAX, elements sent in closed form, fallbacks."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from one_device import audited, check_gradients, sent, zero_on
+
+from zero_jax.engine import layers
+
+WIDTH, WORDS, ROWS, EXPERTS = 8, 40, 24, 2
+TOKENS = jax.random.randint(jax.random.key(1), (ROWS, 7), 0, WORDS)
+DOTS = jax.checkpoint_policies.dots_saveable
+
+
+@pytest.fixture(autouse=True)
+def explicit(monkeypatch):
+    monkeypatch.setattr(layers, "EXPLICIT", True)
+
+
+def make(count, tied=False):
+    shapes = {"up": (count, WIDTH, 16), "down": (count, 16, WIDTH), "bias": (count, WIDTH)}
+    shapes |= {"words": (WORDS, WIDTH), "shared": (WIDTH, WIDTH)}
+    shapes |= {"experts": (count, EXPERTS, WIDTH, WIDTH), "router": (count, WIDTH, EXPERTS)}
+    shapes |= {} if tied else {"head": (WIDTH, WORDS)}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return {n: 0.3 * jax.random.normal(k, shapes[n]) for n, k in zip(shapes, keys, strict=True)}
+
+
+def layer(x, p):
+    h = checkpoint_name(jnp.tanh(x @ p["up"]), "h")
+    return x + jnp.sin(h @ p["down"] + p["bias"])
+
+
+def mixture(x, p):
+    """A router and experts; its probabilities are a result of each layer."""
+    shares = jax.nn.softmax(x @ p["router"])
+    return layer(x, p) + jnp.einsum("bte,btd,edf->btf", shares, x, p["experts"]), shares
+
+
+def entropy(p, x, tokens):
+    head = p["head"] if "head" in p else p["words"].T
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x @ head), tokens[:, 1:, None], -1))
+
+
+def stacks(p):
+    return {n: p[n] for n in ("up", "down", "bias", "experts", "router")}
+
+
+def scanned(p, tokens, *, reverse=False, body=lambda x, own, p: (layer(x, own), x[:, 0, 0])):
+    """A scan that also carries a count and returns a result of each layer."""
+
+    def one(carry, own):
+        x, y = body(carry[0], own, p)
+        return (x, carry[1] + 1), y
+
+    start = p["words"][tokens[:, :-1]], 0
+    (x, count), ys = jax.lax.scan(one, start, stacks(p), reverse=reverse)
+    weights = jnp.arange(1.0, 1 + len(ys)).reshape(-1, *[1] * (ys.ndim - 1))
+    return entropy(p, x, tokens) + jnp.mean(ys * weights) * count
+
+
+def reversed_order(p, tokens):
+    return scanned(p, tokens, reverse=True)
+
+
+def sharing(p, tokens):
+    return scanned(p, tokens, body=lambda x, own, p: (layer(x @ p["shared"], own), x))
+
+
+def of_experts(p, tokens):
+    return scanned(p, tokens, body=lambda x, own, p: mixture(x, own))
+
+
+def two_scans(p, tokens):
+    x = jax.lax.scan(lambda x, own: (layer(x, own), None), p["words"][tokens[:, :-1]], stacks(p))[0]
+    return entropy(p, jax.lax.map(lambda own: layer(x, own), stacks(p)).sum(0), tokens)
+
+
+def unrolled(p, tokens):
+    """Half of the layers see fewer tokens; all read a constant, and one has no gradient."""
+    x, mask = p["words"][tokens[:, :-1]], jnp.arange(6.0)[:, None] / 6
+    for i, own in enumerate(p["layers"]):
+        x = layer(x * mask, own)
+        if i == len(p["layers"]) // 2:
+            x, mask = x[:, 1:] + layer(jax.lax.stop_gradient(x[:, 1:]), own), mask[1:]
+    return entropy(p, x, tokens[:, : 1 + x.shape[1]])
+
+
+def taken_apart(params):
+    count = len(params["up"])
+    layers = [{n: x[i] for n, x in stacks(params).items()} for i in range(count)]
+    return {n: params[n] for n in ("words", "head") if n in params} | {"layers": layers}
+
+
+CASES = [
+    (scanned, 1, 2, True, {}), (scanned, 4, 1, True, {}), (scanned, 6, 8, True, {}),
+    (reversed_order, 5, 3, False, {}), (sharing, 2, 4, False, {}), (two_scans, 3, 2, True, {}),
+    (of_experts, 4, 2, False, {"precision": "fp32"}), (of_experts, 3, 2, True, {"remat": "none"}),
+    (unrolled, 3, 2, True, {}), (unrolled, 4, 4, False, {"remat": "dots", "frozen": "up"}),
+    (unrolled, 3, 2, True, {"remat": "none"}), (scanned, 4, 2, False, {"frozen": "up|words"}),
+    *((scanned, 5, 2, True, {"remat": r}) for r in ("none", "dots", "names:h", DOTS, "block@host")),
+    *((scanned, 4, 2, tied, {"stage": s}) for s, tied in ((0, True), (1, False), (2, True))),
+    (unrolled, 3, 3, False, {"stage": 1, "grad_accum_steps": 2}),
+    (scanned, 5, 3, False, {"stage": 2, "grad_accum_steps": 2}),
+    (sharing, 5, 4, True, {"grad_accum_steps": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "count", "devices", "tied", "settings"), CASES)
+def test_gradients_equal_those_of_plain_jax(loss, count, devices, tied, settings):
+    params, settings = make(count, tied), {"remat": "block"} | settings
+
+    def plain(params, x):
+        stopped = functools.partial(re.search, settings.get("frozen", "none"))
+        return loss(
+            jax.tree.map_with_path(
+                lambda path, x: jax.lax.stop_gradient(x) if stopped(str(path)) else x, params
+            ),
+            x,
+        )
+
+    params = taken_apart(params) if loss is unrolled else params
+    check_gradients(loss, params, TOKENS, devices, plain=plain, **settings)
+
+
+@pytest.mark.parametrize(("count", "tied"), [(6, False), (5, True)])
+def test_the_last_layer_is_gathered_once_and_unused_parameters_never(count, tied):
+    """Each layer but the last is gathered twice and reduced once: 3 Ψ - Ψ / L elements. XLA for
+    CPUs merges the two gathers of a matrix that is used once."""
+    audit = audited(scanned, lambda: make(count, tied), TOKENS, {"data": 4}, remat="block")
+    one, others = 2 * 16 * WIDTH + WIDTH, (1 if tied else 2) * WIDTH * WORDS
+    assert sent(audit, "all-gather")[0] == (2 * count - 1) * one + others
+    assert sent(audit, "reduce-scatter")[0] == count * one + 2 * WIDTH * WORDS
+
+
+def test_a_plan_says_which_layers_have_no_explicit_passes():
+    def found(loss, make=lambda: make(4), **settings):
+        zero = zero_on(4, **settings)
+        step = zero.train_step(loss, zero.optimizer(optax.sgd(0.1)))
+        return [x.fallback for x in step.read(zero.eval_shape(make), None, TOKENS).layers]
+
+    def pairs():
+        return {n: x.reshape(2, 2, *x.shape[1:]) if len(x) == 4 else x for n, x in make(4).items()}
+
+    def nested(p, tokens):
+        inner = lambda x, own: (layer(x, own), None)  # noqa: E731
+        outer = lambda x, own: jax.lax.scan(inner, x, own)  # noqa: E731
+        return entropy(p, jax.lax.scan(outer, p["words"][tokens[:, :-1]], stacks(p))[0], tokens)
+
+    assert found(scanned) == [""] == found(unrolled, lambda: taken_apart(make(4)), remat="dots")
+    assert "groups" in found(scanned, remat="block_sqrt")[0]
+    assert "larger" in found(scanned, bucket_bytes=64)[0]
+    assert "scans" in found(nested, pairs)[0]
