@@ -126,12 +126,10 @@ def backward(
     Returns:
       The gradients of the parameters and of the inputs, `reduced`, `upcoming`.
     """
+    # One after the other: a vector would wait for parameters that are gathered before it.
+    reduced, upcoming = together((reduced, upcoming))
     arrays, treedef = jax.tree.flatten(reduced)
-    matrices = [i for i, x in enumerate(arrays) if x.ndim > 1]
-    due, upcoming = together(([arrays[i] for i in matrices], upcoming))
-    for i, x in zip(matrices, due, strict=True):
-        arrays[i] = x
-    points = {Midway.FIRST: due, Midway.SECOND: []}
+    points = {Midway.FIRST: [x for x in arrays if x.ndim > 1], Midway.SECOND: []}
     found = list(layer.gradients(gradients.trained, kept, cotangents, points))
     count = len(gradients.params)
     inputs, arrays = together((found[count:], arrays))

@@ -17,9 +17,9 @@ activations pass no barrier in a loop: XLA would copy them.
 Two iterations share a loop body. In a body with one, XLA copies whatever the loop carries. The
 number of layers in a loop is therefore even, and up to three layers are outside of it.
 
-Parameters that are first used after the layers are prefetched with the last layer, and their
-gradients are reduced during its backward pass. The last layer of a model stays gathered between the
-passes if it has at most `bucket_bytes`: layers of Ψ parameters send 3Ψ - Ψ/L elements.
+Parameters that are first used after the layers, the heads, are gathered while the last layer runs,
+and their gradients are reduced during its backward pass. The last layer of a model stays gathered
+between the passes if it has at most `bucket_bytes`: layers of Ψ parameters send 3Ψ - Ψ/L elements.
 """
 
 import collections
@@ -36,7 +36,7 @@ from zero_jax.collectives.barriers import Arrays, known, together
 from zero_jax.engine import repeats
 from zero_jax.engine.layer_passes import Block, Gradients, backward, has_gradient, small, stopped
 from zero_jax.engine.replay import How, replay
-from zero_jax.engine.weights import Apart, Form, Weight, whole
+from zero_jax.engine.weights import Apart, Form, Source, Weight, whole
 from zero_jax.remat.policies import Remat
 from zero_jax.remat.recompute import Held, Known
 from zero_jax.tracing import jaxpr as equations
@@ -113,9 +113,11 @@ class ExplicitLayers:
       stacks: Inputs and results that are stacks of those of the layers.
       moved: Returns the values with a gradient in each layer of a scan, given the inputs and the
         arrays of shards that have one.
+      heads: Parameters that are first used after the layers.
     """
 
     links: Sequence[LayerNode]
+    heads: Block
     given: Sequence[int]
     results: Sequence[int]
     how: How
@@ -123,38 +125,43 @@ class ExplicitLayers:
     stacks: frozenset[int] = frozenset()
     moved: Callable[[set[int], Sequence[Sequence[bool]]], set[int]] | None = None
 
-    def run(self, arrays: Arrays, shards: Sequence[Any], prefetched: Arrays) -> list[Any]:
-        """Returns the results, then the prefetched shards.
+    def run(self, arrays: Arrays, shards: Sequence[Any]) -> list[Any]:
+        """Returns the results, then the gathered heads.
 
         Args:
           arrays: The given ones.
-          shards: For each group and source.
-          prefetched: Shards of parameters that are first used after the layers.
+          shards: For each group and source; the last group are the heads.
         """
         wrapped = jax.custom_vjp(self._primal)
         wrapped.defvjp(self._forward, self._backward, symbolic_zeros=True)
-        return wrapped(list(arrays), shards, list(prefetched))
+        return wrapped(list(arrays), shards)
 
-    def _primal(self, arrays: Arrays, shards: Sequence[Any], prefetched: Arrays) -> list[Any]:
-        return _Forward(self, shards, None).run(arrays, prefetched)
+    @property
+    def nodes(self) -> list[LayerNode]:
+        """The layers and the heads."""
+        group = max(link.group for link in self.links) + 1
+        return [*self.links, LayerNode(self.heads, (), (), (), (), (), (), group)]
 
-    def _forward(self, arrays: Any, shards: Any, prefetched: Any) -> tuple[list[Any], Any]:
+    def _primal(self, arrays: Arrays, shards: Sequence[Any]) -> list[Any]:
+        return _Forward(self, shards, None).run(arrays)
+
+    def _forward(self, arrays: Any, shards: Any) -> tuple[list[Any], Any]:
         moved = {n for n, x in zip(self.given, arrays, strict=True) if has_gradient(x)}
         moving = [[list(map(has_gradient, own)) for own in group] for group in shards]
-        arrays, shards, prefetched = jax.tree.map(
-            lambda x: x.value, (arrays, shards, prefetched), is_leaf=lambda x: hasattr(x, "value")
+        arrays, shards = jax.tree.map(
+            lambda x: x.value, (arrays, shards), is_leaf=lambda x: hasattr(x, "value")
         )
         if self.moved is not None:
             moved = self.moved(moved, moving[0])
         passes = _Forward(self, shards, (moved, moving))
-        outs = passes.run(arrays, prefetched)
+        outs = passes.run(arrays)
         saved = {n for link in self.links for n in link.reads}
         saved -= {link.reads[at] for link in self.links for at in link.saves}
         kept = {n: x for n, x in zip(self.given, arrays, strict=True) if n in saved}
         static = Known((tuple(passes.gradients), tuple(passes.again)))
         return outs, (static, kept, shards, passes.saved, passes.looped, passes.last)
 
-    def _backward(self, residuals: Any, cotangents: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    def _backward(self, residuals: Any, cotangents: Any) -> tuple[list[Any], list[Any]]:
         static, *arrays = residuals
         return _Backward(self, *static.value, *arrays).run(list(map(known, cotangents)))
 
@@ -219,15 +226,15 @@ class _Forward:
     looped: Held | None = None
     last: list[Any] | None = None
 
-    def run(self, arrays: Arrays, following: Arrays) -> list[Any]:
-        """Returns the results, then the prefetched shards."""
-        links, prefetched = self.layers.links, following
+    def run(self, arrays: Arrays) -> list[Any]:
+        """Returns the results, then the gathered heads."""
+        nodes = self.layers.nodes
+        links = nodes[:-1]
         self._stay: dict[int, list[bool]] = {}
         env = dict(zip(self.layers.given, arrays, strict=True))
         pieces: dict[int, dict[int, Any]] = {n: {} for n in self.layers.results}
         params = links[0].block.gather(self._remote(links[0], links[0].index))
         for at, link in enumerate(links):
-            is_last = at + 1 == len(links)
             if self.moves is not None:
                 self._settle(link)
             if at in self.layers.loop:
@@ -236,7 +243,7 @@ class _Forward:
                 if self.moves is not None:
                     self.again.append(self._read_again(link))
                 continue
-            following = prefetched if is_last else self._remote(links[at + 1], links[at + 1].index)
+            following = self._remote(nodes[at + 1], nodes[at + 1].index)
             following, used, outs, held = self._layer(link, link.index, env, params, following)
             if held is not None:
                 (outs, following), self.saved[at] = held.on_its_way([outs, following])
@@ -246,15 +253,16 @@ class _Forward:
                     pieces[n][link.index or 0] = x[None]
                 else:
                     env[n] = x
-            if not is_last:
-                params = links[at + 1].block.gather(following)
-            elif held is not None and self.layers.how.keep_last:
+            params = nodes[at + 1].block.gather(following)
+            if at + 1 == len(links) and held is not None and self.layers.how.keep_last:
                 again = [i in self.again[-1] for i in range(len(used))]
                 self.last = small(used, again, self.layers.how.bucket_bytes)
+        if self.moves is not None:
+            self._settle(nodes[-1])
         for n, own in pieces.items():
             if n in self.layers.stacks:
                 env[n] = jnp.concatenate([own[i] for i in sorted(own)])
-        return [*(env[n] for n in self.layers.results), *following]
+        return [*(env[n] for n in self.layers.results), *params]
 
     def _settle(self, link: LayerNode) -> None:
         """Finds out which arguments of a layer have gradients."""
@@ -347,45 +355,51 @@ class _State:
 class _Backward:
     """The backward pass; attributes as of `_Forward`, but `env` has the inputs read by all.
 
-    `_ahead` is the layer that is gathered already, `_after` the one whose gradients are pending.
+    `_ahead` is the layer that is gathered already, `_after` the one whose gradients are pending: at
+    first the heads.
     """
 
     layers: ExplicitLayers
-    gradients: Sequence[Gradients]
+    all_gradients: Sequence[Gradients]
     again: Sequence[tuple[int, ...]]
     env: dict[int, Any]
     shards: Sequence[Any]
     saved: Mapping[int, Held]
     looped: Held | None
     last: list[Any] | None
-    _after: int | None = None
     _ahead: int | None = None
 
-    def run(self, cotangents: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Returns the gradients of the given arrays, of the shards and of the prefetched ones."""
+    def run(self, cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Returns the gradients of the given arrays and of the shards."""
         layers, stacks = self.layers, self.layers.stacks
         results = dict(zip(layers.results, cotangents, strict=False))
         self._results = {n: c for n, c in results.items() if n in stacks}
-        self._prefetched = list(cotangents[len(layers.results) :])
+        heads, end = cotangents[len(layers.results) :], len(layers.links)
+        last = self.all_gradients[-1]
+        last = dataclasses.replace(
+            last, params=tuple(i for i in last.params if heads[i] is not None)
+        )
+        self.gradients = [*self.all_gradients[:-1], last]
+        self.nodes, self._after = layers.nodes, end
         own = {n: c for n, c in results.items() if n not in stacks and c is not None}
-        self._ahead = len(layers.links) - 1 if self.last is not None else None
-        state = _State(own, self.last or [], [], *self._empty())
-        for at in reversed(range(len(layers.links))):
+        self._ahead = end - 1 if self.last is not None else None
+        pending = [heads[i] for i in last.params]
+        state = _State(own, self.last or [], pending, *self._empty())
+        for at in reversed(range(end)):
             if at not in layers.loop:
                 state = self._outside(at, state)
-            elif at == layers.loop[-1] and self._after is not None:
+            elif at == layers.loop[-1] and self._after < end:
                 state, _ = layers.over_loop(self._in_loop, state, back=True)
                 self._after, self._ahead = layers.loop[0], layers.loop[0] - 1
         shards: list[Any] = [[[None] * len(own) for own in group] for group in self.shards]
-        if self._after is None:
-            return [None] * len(layers.given), shards, self._prefetched
-        at = self._after
-        state = self._written(state, at, layers.links[at].index, self._reduce(state))
-        of_group = {k.group: own for k, own in zip(layers.links, self.gradients, strict=True)}
+        state = self._written(
+            state, self._after, self.nodes[self._after].index, self._reduce(state)
+        )
+        of_group = {k.group: own for k, own in zip(self.nodes, self.gradients, strict=True)}
         for group, gradients in of_group.items():
             gradients.fill(shards[group], state.shards[group])
         found = state.cotangents | state.stacks
-        return [found.get(n) for n in layers.given], shards, self._prefetched
+        return [found.get(n) for n in layers.given], shards
 
     def _in_loop(self, state: _State, i: Any) -> tuple[_State, None]:
         at = self.layers.loop[0]
@@ -410,12 +424,9 @@ class _Backward:
             state = dataclasses.replace(state, cotangents=found, params=link.block.gather(shards))
         # In one computation with the forward pass XLA would keep what lies between the passes.
         held, state = self._kept_apart(at, state, self.saved[at])
-        reduced = self._prefetched if self._after is None else self._reduce(state)
+        reduced = self._reduce(state)
         state, reduced = self._run(at, link.index, before, state, held, reduced)
-        if self._after is None:
-            self._prefetched = reduced
-        else:
-            state = self._written(state, self._after, self.layers.links[self._after].index, reduced)
+        state = self._written(state, self._after, self.nodes[self._after].index, reduced)
         self._after, self._ahead = at, at - 1
         return state
 
@@ -466,12 +477,11 @@ class _Backward:
     def _reduce(self, state: _State, at: int | None = None) -> list[list[Any]]:
         """Returns the reduced gradients of the layer that are pending."""
         at = self._after if at is None else at
-        assert at is not None
-        return self.gradients[at].reduce(self.layers.links[at].block, state.pending)
+        return self.gradients[at].reduce(self.nodes[at].block, state.pending)
 
     def _written(self, state: _State, at: int, i: Any, reduced: Sequence[Arrays]) -> _State:
         """Stores the reduced gradients of a layer."""
-        shards, group = list(state.shards), self.layers.links[at].group
+        shards, group = list(state.shards), self.nodes[at].group
         pairs = zip(shards[group], reduced, strict=True)
         shards[group] = [[_put(s, x, i) for s, x in zip(*own, strict=True)] for own in pairs]
         return dataclasses.replace(state, shards=shards)
@@ -480,7 +490,7 @@ class _Backward:
         """Returns stacks of zeros for gradients of inputs and of shards; None without stacks."""
         stacks: dict[int, Any] = {}
         shards: list[Any] = [[] for _ in self.shards]
-        for link, gradients in zip(self.layers.links, self.gradients, strict=True):
+        for link, gradients in zip(self.nodes, self.gradients, strict=True):
             names = [n for k in gradients.inputs if (n := link.reads[k]) in self.layers.stacks]
             stacks.update((n, jnp.zeros_like(self.env[n])) for n in names if n not in stacks)
             shards[link.group] = [
@@ -507,19 +517,17 @@ class ScannedLayers:
 
     Attributes:
       operands: What `run` is given: operands that are not sliced parameters, then the shards of
-        those, then the prefetched shards.
+        those, then of the heads.
       is_explicit: True if `run` is to be used; else an ordinary scan is.
 
     Args:
       eqn: The scan.
       values: Its operands; those read in every iteration are gathered before `run`.
-      prefetched: Shards of parameters that are first used after the scan.
+      heads: Parameters that are first used after the scan.
       how: How equations are run.
     """
 
-    def __init__(
-        self, eqn: jex.JaxprEqn, values: Sequence[Any], prefetched: Sequence[Any], how: How
-    ):
+    def __init__(self, eqn: jex.JaxprEqn, values: Sequence[Any], heads: Sequence[Source], how: How):
         self._eqn, self._body = eqn, equations.written_out(equations.inner(eqn))
         consts, carried = equations.state_of(eqn)
         first, jaxpr = consts + carried, self._body.jaxpr
@@ -530,7 +538,8 @@ class ScannedLayers:
         }
         self._sliced, self._slices = set(sliced), Apart(list(sliced.values()))
         others = [x for i, x in enumerate(values) if i not in sliced]
-        self._others, self.operands = len(others), [*others, *self._slices.arrays, *prefetched]
+        ends = [x for source in heads for x in source.arrays]
+        self._others, self.operands = len(others), [*others, *self._slices.arrays, *ends]
         # Parameters that every device holds are inputs like any other.
         sources = [source for source in self._slices.sources if not source.free]
         weights = {jaxpr.invars[i]: weight for i, weight in sliced.items()}
@@ -565,6 +574,7 @@ class ScannedLayers:
         )
         self._layers = ExplicitLayers(
             links=[dataclasses.replace(link, index=i) for i in range(length)[::step]],
+            heads=_heads(heads),
             given=inputs,
             results=makes,
             how=how,
@@ -574,13 +584,14 @@ class ScannedLayers:
         )
 
     def run(self, operands: Arrays) -> list[Any]:
-        """Returns the results of the scan, then the prefetched shards."""
+        """Returns the results of the scan, then the gathered heads."""
         inputs, it = list(operands[: self._others]), iter(operands[self._others :])
         shards = []
         for source in self._slices.sources:
             own = [next(it) for _ in source.arrays]
             inputs.extend(own) if source.free else shards.append(own)
-        return self._layers.run(inputs, [shards], list(it))
+        ends = [[next(it) for _ in source.arrays] for source in self._layers.heads.sources]
+        return self._layers.run(inputs, [shards, ends])
 
     def _values(self, args: Arrays) -> list[Any]:
         """Returns the operands of the body, given the arguments of a layer."""
@@ -614,7 +625,7 @@ def unrolled(
     env: Mapping[jex.Var, Any],
     results: Sequence[jex.Var],
     moves: Sequence[Container[jex.Var]],
-    prefetched: Arrays,
+    heads: Sequence[Source],
     how: How,
 ) -> list[Any]:
     """Runs unrolled layers that follow on each other.
@@ -624,11 +635,11 @@ def unrolled(
       env: The values of their inputs.
       results: What is read after the last.
       moves: The inputs of each layer that are saved where the remat policy says.
-      prefetched: Shards of parameters that are first used after the layers.
+      heads: Parameters that are first used after the layers.
       how: How equations are run.
 
     Returns:
-      The results, then the prefetched shards.
+      The results, then the gathered heads.
     """
     numbers: dict[jex.Var, int] = {}
     links: list[LayerNode] = []
@@ -670,8 +681,15 @@ def unrolled(
         shards.append([list(source.arrays) for source in apart.sources])
     made = {v for body in bodies for v in body.jaxpr.outvars}
     given = [v for v in dict.fromkeys(v for own in reads for v in own) if v not in made]
-    layers = ExplicitLayers(links, [numbers[v] for v in given], [numbers[v] for v in results], how)
-    return layers.run([env[v] for v in given], shards, prefetched)
+    names = [numbers[v] for v in given], [numbers[v] for v in results]
+    layers = ExplicitLayers(links, _heads(heads), *names, how)
+    shards.append([list(source.arrays) for source in heads])
+    return layers.run([env[v] for v in given], shards)
+
+
+def _heads(sources: Sequence[Source]) -> Block:
+    """Returns parameters as a layer that is only gathered and reduced."""
+    return Block(lambda *_: [], sources, {}, set(), set(range(len(sources))))
 
 
 def _values_of(

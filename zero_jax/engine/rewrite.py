@@ -33,7 +33,7 @@ from zero_jax.engine.reading import is_own_remat
 from zero_jax.engine.regathered import regathered
 from zero_jax.engine.replay import NONE, How, Tap, place_of, replay
 from zero_jax.engine.unrolled import Unrolled
-from zero_jax.engine.weights import Apart, Form, Opener, Weight, opened, whole
+from zero_jax.engine.weights import Apart, Form, Opener, Source, Weight, opened, whole
 from zero_jax.remat import policies, recompute
 from zero_jax.remat.activations import can_move
 from zero_jax.remat.policies import Place, Remat
@@ -42,6 +42,7 @@ from zero_jax.tracing import jaxpr as equations
 # Operations that decide for themselves what they keep. To run one again would be dear: a loop as a
 # whole, or a function that has a gradient of its own since it should not be.
 _KEEPS = frozenset(("scan", "custom_vjp_call"))
+NOTHING = Apart([])
 
 
 def run(
@@ -172,17 +173,20 @@ class _Running:
             stopped = [equations.is_in(a, self._idle) for a in eqn.invars]
             riders = Apart([self._env[v] for v in self._riders.get(at, ())])
             how = dataclasses.replace(self._how, keep_last=at == self._last)
-            made = run_equation(eqn, values, stopped, how, riders.arrays)
+            made = run_equation(eqn, values, stopped, how, riders)
             self._env.update(zip(eqn.outvars, made, strict=False))
             self._arrived(riders, made[len(eqn.outvars) :])
 
     def _arrived(self, riders: Apart, arrays: Sequence[Any]) -> None:
         """Whoever reads them reads what came out of the loop."""
         it = iter(arrays)
-        new = {
-            s: dataclasses.replace(s, arrays=tuple(next(it) for _ in s.arrays), rode=True)
-            for s in riders.sources
-        }
+        if arrays and isinstance(arrays[0], Source):
+            new = dict(zip(riders.sources, arrays, strict=True))
+        else:
+            new = {
+                s: dataclasses.replace(s, arrays=tuple(next(it) for _ in s.arrays), rode=True)
+                for s in riders.sources
+            }
         for var, x in self._env.items():
             if isinstance(x, Weight) and x.source in new:
                 self._env[var] = dataclasses.replace(x, source=new[x.source])
@@ -214,9 +218,9 @@ class _Running:
         made = [v for body in bodies for v in body.jaxpr.outvars]
         results = [v for v in made if last[v] > layers[-1][-1]]
         riders = Apart([self._env[v] for v in self._riders.get(layers[-1][-1], ())])
-        outs = explicit.unrolled(bodies, self._env, results, moves, riders.arrays, how)
+        outs = explicit.unrolled(bodies, self._env, results, moves, riders.sources, how)
         self._env.update(zip(results, outs, strict=False))
-        self._arrived(riders, outs[len(results) :])
+        self._arrived(riders, list(map(whole, outs[len(results) :])))
 
     def told(self, at: int, place: Place, tap: Tap) -> None:
         """Puts in place of an equation's results what `tap` makes of them."""
@@ -242,7 +246,7 @@ def run_equation(
     values: list[Any],
     stopped: Sequence[bool],
     how: How,
-    riders: Sequence[Any] = (),
+    riders: Apart = NOTHING,
 ) -> list[Any]:
     """The results of one equation that is given weights, and values some of which are stopped; and
     then the riders, for a loop that is given some."""
@@ -302,22 +306,27 @@ def _whole_run(run: Callable[..., list[Any]], apart: Apart, flat: Sequence[Any])
 
 
 def _scan(
-    eqn: jex.JaxprEqn, values: list[Any], stopped: Sequence[bool], how: How, riders: Sequence[Any]
+    eqn: jex.JaxprEqn, values: list[Any], stopped: Sequence[bool], how: How, riders: Apart
 ) -> list[Any]:
     """A scan over weights: slices of shards are gathered in its body, the rest before it."""
     consts, carried = equations.state_of(eqn)
-    loop: Any = Loop(eqn, consts, carried, values, riders)
+    loop: Any = Loop(eqn, consts, carried, values, riders.arrays)
     given, run = loop.given, lambda *whole: loop.run(whole, how)
     if how.open is not None:
         inside = dataclasses.replace(how, policy=NONE, in_loop=True, open=None)
         return loop.run(list(map(how.open, given)), inside)
+    is_explicit = False
     if explicit.EXPLICIT and not how.in_loop and eqn.params["length"]:
-        layers = explicit.ScannedLayers(eqn, values, riders, how)
-        if layers.is_explicit:
+        layers = explicit.ScannedLayers(eqn, values, riders.sources, how)
+        is_explicit = layers.is_explicit
+        if is_explicit:
             given, run = layers.operands, lambda *whole: layers.run(whole)
     others = [own for i, own in enumerate(stopped) if i not in loop.sliced]
     still = [*others, *[False] * (len(given) - len(others))]
-    return _gathering(run, given, still, how, again=False)
+    outs = _gathering(run, given, still, how, again=False)
+    if not is_explicit:
+        return outs
+    return [*outs[: len(eqn.outvars)], *map(whole, outs[len(eqn.outvars) :])]
 
 
 def _own_remat(eqn: jex.JaxprEqn, values: list[Any], how: How) -> list[Any]:

@@ -299,15 +299,16 @@ def needed(
 def read_inputs(jaxpr: jex.Jaxpr) -> list[bool]:
     """Returns for each input whether a result or an effect depends on it."""
 
-    def rule(eqn: jex.JaxprEqn, made: list[bool]) -> list[bool]:
-        used = any(made) or bool(eqn.effects)
-        if used and eqn.primitive.name == "custom_vjp_call":
-            # Differentiated already: a call like any other.
-            return read_inputs(jaxprs.inner(eqn).jaxpr)
-        return [used] * len(eqn.invars)
-
-    reached = needed(jaxpr.eqns, jaxpr.outvars, rule)
+    reached = needed(jaxpr.eqns, jaxpr.outvars, _of_differentiated)
     return [var in reached for var in jaxpr.invars]
+
+
+def _of_differentiated(eqn: jex.JaxprEqn, made: list[bool]) -> list[bool]:
+    used = any(made) or bool(eqn.effects)
+    if used and eqn.primitive.name == "custom_vjp_call":
+        # Differentiated already: a call like any other.
+        return read_inputs(jaxprs.inner(eqn).jaxpr)
+    return [used] * len(eqn.invars)
 
 
 def differentiated(jaxpr: jex.Jaxpr, wanted: Sequence[bool]) -> set[jex.Var]:
@@ -364,7 +365,8 @@ def executed(
       wanted: True for the results; None for all.
     """
     wanted = wanted or [True] * len(jaxpr.outvars)
-    used = needed(jaxpr.eqns, itertools.compress(jaxpr.outvars, wanted))
+    results = itertools.compress(jaxpr.outvars, wanted)
+    used = needed(jaxpr.eqns, results, _of_differentiated)
     for eqn in jaxpr.eqns:
         made = [v in used for v in eqn.outvars]
         if any(made):
