@@ -246,7 +246,7 @@ class _Forward:
             following = self._remote(nodes[at + 1], nodes[at + 1].index)
             following, used, outs, held = self._layer(link, link.index, env, params, following)
             if held is not None:
-                (outs, following), self.saved[at] = held.on_its_way([outs, following])
+                (outs, following), self.saved[at] = held.on_its_way((outs, following))
                 self.again.append(self._read_again(link))
             for n, x in zip(link.makes, outs, strict=True):
                 if n in self.layers.stacks:

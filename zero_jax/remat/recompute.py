@@ -17,7 +17,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,8 @@ from zero_jax.remat import activations
 from zero_jax.remat.policies import DEVICE, Place
 from zero_jax.sharding.paths import PyTree
 from zero_jax.tracing import dataflow as reads
+
+Results = TypeVar("Results")
 
 
 class Midway(enum.Enum):
@@ -208,8 +210,8 @@ class Held:
         it = iter(self.arrays)
         return [next(it) if s is None else jnp.zeros(*s) for s in self.shapes]
 
-    def on_its_way(self, outs: list[jax.Array]) -> tuple[list[jax.Array], "Held"]:
-        """Ties values in host memory to the layer's results.
+    def on_its_way(self, outs: Results) -> tuple[Results, "Held"]:
+        """Ties values in host memory to the layer's results, a tree of arrays.
 
         XLA's scheduler would otherwise delay the copies to the host until the backward pass.
         """
