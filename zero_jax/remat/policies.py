@@ -142,8 +142,8 @@ class Remat:
     def __str__(self) -> str:
         if self.policy is not None:
             return getattr(self.policy, "__qualname__", repr(self.policy)).partition(".<locals>")[0]
-        own = self.kind + _at(self.inputs)
-        return own + (":" + ",".join(n + _at(p) for n, p in self.names) if self.names else "")
+        names = ",".join(name + _at(place) for name, place in self.names)
+        return self.kind + _at(self.inputs) + (f":{names}" if self.names else "")
 
 
 def of_jax(policy: Callable[..., Any] | None) -> Remat:
@@ -155,7 +155,7 @@ def of_jax(policy: Callable[..., Any] | None) -> Remat:
 _JAX_RESULTS = {"RecomputeType": None, "SaveableType": DEVICE}
 
 
-def _place_by_jax(result: Any) -> Place | None:
+def _place_by_jax(result: object) -> Place | None:
     """Returns the place for the result of a policy of JAX: a bool, or one of three types."""
     if getattr(result, "dst", None) is not None:
         return Place(host=True)
@@ -163,7 +163,7 @@ def _place_by_jax(result: Any) -> Place | None:
 
 
 @functools.cache
-def parse(text: Any) -> Remat:
+def parse(text: str | Remat | Callable[..., Any]) -> Remat:
     """Reads a policy.
 
     Raises:
@@ -180,8 +180,8 @@ def parse(text: Any) -> Remat:
         return text
     if callable(text):
         return of_jax(text)
-    own, colon, marked = str(text).partition(":")
-    (kind, inputs), *names = map(_name_and_place, [own, *(marked.split(",") if colon else ())])
+    policy, colon, marked = str(text).partition(":")
+    (kind, inputs), *names = map(_name_and_place, [policy, *(marked.split(",") if colon else ())])
     return Remat(kind, inputs, names)
 
 
