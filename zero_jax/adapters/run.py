@@ -40,7 +40,7 @@ def run(
     return evaluator.opened(evaluator.evaluate(closed, args))
 
 
-class _Adapted(Evaluator):
+class _Adapted(Evaluator[Value]):
     def __init__(self, seen: Seen, in_loop: bool = False):
         super().__init__()
         self._seen, self._in_loop = seen, in_loop

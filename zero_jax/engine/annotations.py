@@ -127,9 +127,9 @@ def _automatic_part(sharding: Sharding, mesh: AnyMesh) -> Sharding | None:
     manual = batch_axes(mesh)
 
     def one(axes: Axis | None) -> Axis | None:
-        if isinstance(axes, str):
-            return None if axes in manual else axes
-        return tuple(a for a in axes if a not in manual) if isinstance(axes, tuple) else axes
+        if isinstance(axes, tuple):
+            return tuple(a for a in axes if a not in manual)
+        return None if axes in manual else axes
 
     spec = PartitionSpec(*map(one, sharding.spec))
     return sharding if spec == sharding.spec else NamedSharding(sharding.mesh, spec)

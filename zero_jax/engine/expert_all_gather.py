@@ -13,25 +13,29 @@ below E where no token is dropped. Runs inside `shard_map`.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
 
 import jax
 import jax.extend.core as jex
 
 from zero_jax.engine import expert_all_to_all
-from zero_jax.engine.expert_all_to_all import ExpertDims
+from zero_jax.engine.expert_all_to_all import ExpertDims, Weights, per_expert
 from zero_jax.sharding.mesh import EXPERTS
-from zero_jax.tracing.dataflow import Graph
-from zero_jax.tracing.jaxpr import bytes_of, inputs_of, is_float, is_var, shape_of, stretch
+from zero_jax.tracing.dataflow import Graph, index_dims
+from zero_jax.tracing.interpreter import Resized
+from zero_jax.tracing.jaxpr import (
+    bytes_of,
+    dtype_of,
+    inputs_of,
+    is_float,
+    is_var,
+    shape_of,
+    stretch,
+)
 
 # Operations of one array, or of one and another, that map a sum to the sum of their results.
-_LINEAR = frozenset(
-    (
-        *("dot_general", "mul", "reduce_sum", "transpose", "reshape", "squeeze"),
-        "convert_element_type",
-    )
-)
+_LINEAR = frozenset(("dot_general", "mul", "reduce_sum", "convert_element_type"))
+_LINEAR |= {"transpose", "reshape", "squeeze"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,21 +58,17 @@ class TokenRegion:
     back: jex.JaxprEqn
     coordinate: int
 
-    @property
-    def total(self) -> jex.Var:
-        """The sums."""
-        return self.closed.jaxpr.outvars[0]
-
     def sent(self, groups: int) -> int:
         """Returns the bytes that a device sends in the forward pass."""
         indices = sum(bytes_of(eqn.invars[1]) for eqn in self.picks)
-        return groups * sum(map(bytes_of, [*self.tokens, self.total])) + indices
+        sums = self.closed.jaxpr.outvars
+        return groups * sum(map(bytes_of, [*self.tokens, *sums])) + indices
 
 
 def around(
     graph: Graph,
     group: Sequence[int],
-    experts: Mapping[jex.Var, int],
+    weights: Weights,
     groups: int,
     others: Collection[int] = (),
 ) -> TokenRegion | None:
@@ -77,7 +77,7 @@ def around(
     Args:
       graph: The equations of a layer.
       group: Those that multiply with experts, and those between them.
-      experts: The matrices, with the dim that counts experts.
+      weights: The matrices of experts.
       groups: Number of groups of devices, each with a part of the experts.
       others: Equations of other such groups, which are evaluated separately.
 
@@ -89,16 +89,14 @@ def around(
     if until is None:
         return None
     *inside, last = until
-    back, eqns = graph.eqns[last], graph.part(inside)
-    inputs = inputs_of(eqns)
-    numbered = {at: experts[v] for at, v in enumerate(inputs) if v in experts}
-    known = expert_all_to_all.expert_dims(stretch(eqns, ()), numbered)
-    if known is None:
+    back, products = graph.eqns[last], per_expert(graph.part(inside), weights)
+    if products is None:
         return None
-    rows = [v for v in inputs if v in known]
-    coordinate = _coordinate(back, known[back.invars[0]])
+    dims = products.dims
+    rows = [v for v in products.closed.jaxpr.invars if v in dims]
+    coordinate = _coordinate(back, dims[back.invars[0]])
     makers = {at: v for v in rows if (at := graph.made_by.get(v)) is not None}
-    counted = {at: _counted(graph.eqns[at], known[v]) for at, v in makers.items()}
+    counted = {at: _counted(graph.eqns[at], dims[v]) for at, v in makers.items()}
     picks = {at: dim for at, dim in counted.items() if dim is not None}
     read_elsewhere = any(at not in inside for v in rows for at in graph.readers(v))
     if coordinate is None or len(picks) < len(rows) or read_elsewhere:
@@ -107,7 +105,7 @@ def around(
     regions = []
     for sums, total in _sums(graph, back.outvars[0], others):
         rest = [*until, *sums]
-        made = {*graph.made(picks), *graph.made(rest), *experts}
+        made = {*graph.made(picks), *graph.made(rest), *weights}
         read = dict.fromkeys([*tables, *inputs_of(graph.part(rest))])
         regions.append(
             TokenRegion(
@@ -125,26 +123,26 @@ def around(
 
 
 @jax.named_scope(expert_all_to_all.SCOPE)
-def run(region: TokenRegion, env: Mapping[Any, Any]) -> jax.Array:
+def run(region: TokenRegion, values: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns the sums for this device's tokens.
 
     Args:
       region: A result of `around`.
-      env: Values of its inputs; of experts those of this device's group.
+      values: Its inputs; of experts those of this device's group.
     """
-    tokens = {v: jax.lax.all_gather(env[v], EXPERTS) for v in region.tokens}
+    env = dict(zip(region.closed.jaxpr.invars, values, strict=True))
+    tokens = [jax.lax.all_gather(env[v], EXPERTS) for v in region.tokens]
     indices = [_to_experts(env[eqn.invars[1]], dim) for eqn, dim in region.picks.items()]
 
-    def of_one_group(tokens: Sequence[jax.Array], indices: Sequence[jax.Array]) -> jax.Array:
-        known = {**env, **dict(zip(region.tokens, tokens, strict=True))}
-        operations = _TokensOfOneGroup(region, indices)
-        return operations.run(region.closed, [known[v] for v in region.closed.jaxpr.invars])[0]
+    def of_one_group(tokens: Sequence[jax.Array], indices: Sequence[jax.Array]) -> list[jax.Array]:
+        inputs = env | dict(zip(region.tokens, tokens, strict=True))
+        return _TokensOfOneGroup(region, indices).run(region.closed, list(inputs.values()))
 
-    of_all = jax.vmap(of_one_group)(list(tokens.values()), indices)
-    return jax.lax.psum_scatter(of_all, EXPERTS)
+    of_all = jax.vmap(of_one_group)(tokens, indices)
+    return [jax.lax.psum_scatter(sums, EXPERTS) for sums in of_all]
 
 
-class _TokensOfOneGroup(expert_all_to_all.Operations):
+class _TokensOfOneGroup(Resized):
     """Runs a region for the tokens of one group, with these indices of rows for experts."""
 
     def __init__(self, region: TokenRegion, indices: Sequence[jax.Array]):
@@ -152,7 +150,7 @@ class _TokensOfOneGroup(expert_all_to_all.Operations):
         self._region = region
         self._indices = dict(zip(region.picks, indices, strict=True))
 
-    def equation(self, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
+    def equation(self, eqn: jex.JaxprEqn, values: list[jax.Array]) -> Sequence[jax.Array]:
         if eqn in self._indices:
             values = [values[0], self._indices[eqn]]
         if eqn is self._region.back:
@@ -208,19 +206,16 @@ def _is_linear(eqn: jex.JaxprEqn, var: jex.Var) -> bool:
         summed, batch = eqn.params["dimension_numbers"]
         return len({*summed[other], *batch[other]}) == len(shape_of(eqn.invars[other]))
     # A sum of rounded parts is rounded again.
-    return getattr(out.aval, "dtype").itemsize >= getattr(var.aval, "dtype").itemsize  # noqa: B009
+    return dtype_of(out).itemsize >= dtype_of(var).itemsize
 
 
 def _counted(eqn: jex.JaxprEqn, made: ExpertDims) -> int | None:
     """Returns the dim of a gather's indices that counts experts, or None."""
     if eqn.primitive.name != "gather":
         return None
-    numbers = eqn.params["dimension_numbers"]
-    free = [d for d in range(len(shape_of(eqn.outvars[0]))) if d not in numbers.offset_dims]
-    if made.experts not in free:
-        return None
-    dim = free.index(made.experts)
-    return None if dim in numbers.start_indices_batching_dims else dim
+    dims, batch = index_dims(eqn), eqn.params["dimension_numbers"].start_indices_batching_dims
+    dim = dims.index(made.experts) if made.experts in dims else None
+    return None if dim in batch else dim
 
 
 def _coordinate(eqn: jex.JaxprEqn, read: ExpertDims) -> int | None:

@@ -10,20 +10,23 @@ of experts. An expert's gradient is complete where the expert is stored. Large o
 parts of the rows, each sent while the one before it is multiplied. Runs inside `shard_map`.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.extend.core as jex
 
 from zero_jax.sharding.mesh import EXPERTS
-from zero_jax.tracing.interpreter import Evaluator
-from zero_jax.tracing.jaxpr import ELEMENTWISE, Walk, is_in, is_var, on_piece, shape_of
+from zero_jax.tracing.dataflow import kept_dims
+from zero_jax.tracing.interpreter import Resized
+from zero_jax.tracing.jaxpr import ELEMENTWISE, Atom, Walk, is_in, is_var, shape_of, stretch
 
 # Rows are sent in at most this many parts, of at least this many bytes: on a link between hosts,
 # smaller ones take as long to start as to send.
 MOST_PARTS, PART_BYTES = 4, 2**24
 SCOPE = "zero_experts"  # in the names of the operations that communicate tokens
+Weights = Mapping[Atom, int]  # matrices of experts, with the dim that counts experts
 
 
 class ExpertDims(NamedTuple):
@@ -33,36 +36,49 @@ class ExpertDims(NamedTuple):
     rows: int
 
 
-def expert_dims(
-    closed: jex.ClosedJaxpr, experts: Mapping[int, int]
-) -> dict[Any, ExpertDims] | None:
-    """Returns the dims of experts and rows of each value that is computed per expert.
+@dataclasses.dataclass(frozen=True, eq=False)
+class ExpertProducts:
+    """Equations that are computed per expert: products with experts, and those between them.
+
+    Attributes:
+      closed: The equations as a jaxpr.
+      dims: The dims of experts and rows of each variable, except for the matrices of experts.
+    """
+
+    closed: jex.ClosedJaxpr
+    dims: dict[Atom, ExpertDims]
+
+
+def per_expert(
+    eqns: Sequence[jex.JaxprEqn], weights: Weights, results: Sequence[jex.Var] = ()
+) -> ExpertProducts | None:
+    """Returns equations as products with experts.
 
     Args:
-      closed: Equations that multiply with matrices of experts, and those between them.
-      experts: The inputs that are those matrices, with the dim that counts experts.
+      eqns: Equations that multiply with experts, and those between them.
+      weights: The matrices of experts.
+      results: Results of the equations that others read.
 
     Returns:
       None if an equation is not computed per expert, or has its rows along another dim.
     """
-    walk = _PerExpert({closed.jaxpr.invars[at]: dim for at, dim in experts.items()})
-    try:
-        walk.environment(closed, [None] * len(closed.jaxpr.invars))
-    except _NotPerExpertError:
-        return None
-    return walk.dims
-
-
-class _NotPerExpertError(Exception):
-    """An equation is not computed per expert."""
+    closed, walk = stretch(eqns, results), _PerExpert(weights)
+    walk.environment(closed, [None] * len(closed.jaxpr.invars))
+    return ExpertProducts(closed, walk.dims) if walk.holds else None
 
 
 class _PerExpert(Walk[None]):
-    """Finds the dims of values, also those of inputs, from the products that read them."""
+    """Finds the dims of values, also those of inputs, from the products that read them.
 
-    def __init__(self, weights: Mapping[jex.Var, int]):
+    Attributes:
+      dims: The dims.
+      holds: False if an equation is not computed per expert.
+    """
+
+    def __init__(self, weights: Weights):
         self._weights = weights
-        self.dims: dict[Any, ExpertDims] = {}
+        self.dims: dict[Atom, ExpertDims] = {}
+        self.holds = True
 
     def literal(self, atom: jex.Literal) -> None:
         return None
@@ -71,30 +87,27 @@ class _PerExpert(Walk[None]):
         rules = {"dot_general": self._product, "transpose": self._transposed}
         made = rules.get(eqn.primitive.name, self._elementwise)(eqn)
         if made is None or len(eqn.outvars) != 1:
-            raise _NotPerExpertError
-        self.dims[eqn.outvars[0]] = made
-        return [None]
+            self.holds = False
+        else:
+            self.dims[eqn.outvars[0]] = made
+        return [None] * len(eqn.outvars)
 
     def _product(self, eqn: jex.JaxprEqn) -> ExpertDims | None:
-        summed, batch = eqn.params["dimension_numbers"]
-        matrices = [(i, atom) for i, atom in enumerate(eqn.invars) if is_in(atom, self._weights)]
-        if len(matrices) != 1 or not all(map(is_var, eqn.invars)):
+        matrices = [at for at, atom in enumerate(eqn.invars) if is_in(atom, self._weights)]
+        if len(matrices) != 1:
             return None
-        ((weight, matrix),) = matrices
-        other, dim = 1 - weight, self._weights[matrix]
-        if dim not in batch[weight]:
+        (weight,) = matrices
+        other, dims = eqn.invars[1 - weight], kept_dims(eqn)
+        # Batch dims are the first of the result.
+        batch = eqn.params["dimension_numbers"][1][1 - weight]
+        experts = dims[weight].get(self._weights[eqn.invars[weight]])
+        free = [d for d in dims[1 - weight] if d not in batch]
+        if experts is None or experts >= len(batch) or not free or not is_var(other):
             return None
-        at = tuple(batch[weight]).index(dim)
-        bound = {*summed[other], *batch[other]}
-        free = [d for d in range(len(shape_of(eqn.invars[other]))) if d not in bound]
-        if not free:
+        known = self.dims.setdefault(other, ExpertDims(batch[experts], free[0]))
+        if known.experts != batch[experts] or known.rows not in free:
             return None
-        dims = self.dims.setdefault(eqn.invars[other], ExpertDims(batch[other][at], free[0]))
-        if dims.experts != batch[other][at] or dims.rows not in free:
-            return None
-        # Dims of a product: batch dims, free dims of the first operand, those of the second.
-        columns = len(shape_of(eqn.invars[0])) - len(summed[0]) if weight == 0 else len(batch[0])
-        return ExpertDims(at, columns + free.index(dims.rows))
+        return ExpertDims(experts, dims[1 - weight][known.rows])
 
     def _transposed(self, eqn: jex.JaxprEqn) -> ExpertDims | None:
         dims, order = self.dims.get(eqn.invars[0]), tuple(eqn.params["permutation"])
@@ -115,26 +128,18 @@ class _PerExpert(Walk[None]):
 
 @jax.named_scope(SCOPE)
 def run(
-    closed: jex.ClosedJaxpr,
-    values: Sequence[Any],
-    experts: Mapping[int, int],
-    most: int = MOST_PARTS,
+    products: ExpertProducts, values: Sequence[jax.Array], most: int = MOST_PARTS
 ) -> list[jax.Array]:
-    """Evaluates equations that are computed per expert.
+    """Returns the results of products, of all experts, for this device's rows.
 
     Args:
-      closed: The equations.
-      values: Its inputs; of experts those of this device's group.
-      experts: As for `expert_dims`.
+      products: The products.
+      values: Their inputs; of experts those of this device's group.
       most: Maximum number of parts of the rows.
-
-    Returns:
-      Its results, of all experts, for this device's rows.
     """
-    known = expert_dims(closed, experts)
-    assert known is not None
-    of_inputs = [known.get(var) for var in closed.jaxpr.invars]
-    of_results = [known[var] for var in closed.jaxpr.outvars]
+    jaxpr = products.closed.jaxpr
+    of_inputs = [products.dims.get(var) for var in jaxpr.invars]
+    of_results = [products.dims[var] for var in jaxpr.outvars]
     count = _parts([(x, d.rows) for x, d in zip(values, of_inputs, strict=True) if d], most)
     made = []
     for part in range(count):
@@ -142,22 +147,12 @@ def run(
             x if dims is None else _sent(_part(x, dims.rows, part, count), dims)
             for x, dims in zip(values, of_inputs, strict=True)
         ]
-        outs = Operations().run(closed, inputs)
+        outs = Resized().run(products.closed, inputs)
         made.append([_returned(x, dims) for x, dims in zip(outs, of_results, strict=True)])
     return [
         jax.numpy.concatenate(parts, dims.rows) if count > 1 else parts[0]
         for parts, dims in zip(zip(*made, strict=True), of_results, strict=True)
     ]
-
-
-class Operations(Evaluator):
-    """Runs operations on arrays of other sizes than they were traced with."""
-
-    def equation(self, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
-        if eqn.primitive.name not in ELEMENTWISE:
-            return [eqn.primitive.bind(*values, **eqn.params)]
-        shape = next(x.shape for x in values if jax.numpy.ndim(x))
-        return [*on_piece(eqn, values, shape)]
 
 
 def _parts(operands: Sequence[tuple[jax.Array, int]], most: int) -> int:

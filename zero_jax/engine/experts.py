@@ -7,19 +7,21 @@ tokens; all other operations are unchanged. The result is a trace like any other
 """
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.extend.core as jex
 
 from zero_jax.engine import expert_all_gather, expert_all_to_all
+from zero_jax.engine.expert_all_to_all import Weights, per_expert
 from zero_jax.engine.weights import Form, follow
 from zero_jax.sharding.partition import Partition
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.dataflow import Graph
 from zero_jax.tracing.interpreter import Evaluator
-from zero_jax.tracing.jaxpr import is_in, shape_of
+from zero_jax.tracing.jaxpr import Atom, dtype_of, is_in, shape_of
 
 # Traces a function of arrays of these shapes as a device of the mesh runs it.
 Stage = Callable[..., jex.ClosedJaxpr]
@@ -54,11 +56,10 @@ def at_their_devices(
         if at < len(cuts) and (cut := cuts[at]).experts is not None:
             leaves.add(at)
             shape[cut.experts] //= cut.expert_shards
-        aval: Any = var.aval
-        shapes.append(jax.ShapeDtypeStruct(tuple(shape), aval.dtype))
+        shapes.append(jax.ShapeDtypeStruct(tuple(shape), dtype_of(var)))
     evaluator = _OfOneGroup(cuts, paths, expert_all_to_all.MOST_PARTS if parts else 1)
 
-    def loss(*args: Any) -> list[Any]:
+    def loss(*args: jax.Array) -> list[_Value]:
         values = [_LocalExperts(x, at) if at in leaves else x for at, x in enumerate(args)]
         return evaluator.run(closed, values)
 
@@ -75,77 +76,74 @@ class _LocalExperts:
       leaf: The leaf that they are, or are a slice of.
     """
 
-    array: Any
+    array: jax.Array
     leaf: int = dataclasses.field(metadata={"static": True})
 
 
+_Value = jax.Array | _LocalExperts
+
+
+def _array(value: _Value) -> jax.Array:
+    return value.array if isinstance(value, _LocalExperts) else value
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Step:
-    """Equations that run together.
+class _Group:
+    """Equations that run together, where the last of them is.
 
     Attributes:
-      at: Their positions; the step runs where the last of them is.
-      reads: Variables that they read.
-      products: Equations that are computed per expert, as a jaxpr, with the inputs that are
-        experts and their dims; None for any other equation.
-      region: Set where tokens are gathered.
+      at: Their positions.
+      closed: The equations as a jaxpr.
+      run: Evaluates them with experts of this device's group alone.
     """
 
-    at: list[int]
-    reads: list[jex.Var]
-    products: tuple[jex.ClosedJaxpr, dict[int, int]] | None = None
-    region: expert_all_gather.TokenRegion | None = None
+    at: Sequence[int]
+    closed: jex.ClosedJaxpr
+    run: Callable[[Sequence[jax.Array]], list[jax.Array]]
 
 
-class _OfOneGroup(Evaluator):
+class _OfOneGroup(Evaluator[_Value]):
     """Evaluates a loss on the experts of one group of devices."""
 
     def __init__(self, cuts: Sequence[Partition], paths: Sequence[str], most: int):
         super().__init__()
         self._cuts, self._paths, self._most = cuts, paths, most
-        self._groups = next(cut.expert_shards for cut in cuts if cut.experts is not None)
+        self._shards = next(cut.expert_shards for cut in cuts if cut.experts is not None)
 
-    def is_replaced(self, value: Any) -> bool:
+    def is_replaced(self, value: _Value) -> bool:
         return isinstance(value, _LocalExperts)
 
-    def run(self, closed: jex.ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+    def run(self, closed: jex.ClosedJaxpr, values: Sequence[_Value]) -> list[_Value]:
         jaxpr, graph = closed.jaxpr, Graph(closed.jaxpr)
-        pairs = list(zip(jaxpr.invars, values, strict=True))
-        forms = {var: self._form(x) for var, x in pairs if isinstance(x, _LocalExperts)}
+        env: dict[jex.Var, _Value] = dict(zip(jaxpr.invars, values, strict=True))
+        forms = {var: self._form(x) for var, x in env.items() if isinstance(x, _LocalExperts)}
         products = graph.where(lambda eqn: self._is_product(eqn, forms))
         if any(is_in(a, forms) for a in jaxpr.outvars):
             raise self._unsupported("return", jaxpr.outvars, forms)
-        env: dict[Any, Any] = {
-            **dict(zip(jaxpr.constvars, closed.consts, strict=True)),
-            **dict(pairs),
-        }
-        waiting = self._steps(graph, products, forms)
-        while waiting:  # in order, but readers of a step's equations wait until all of it can run
-            step = next(s for s in waiting if all(v in env for v in s.reads))
-            waiting.remove(step)
-            self._run_step(step, graph, env)
+        env.update(zip(jaxpr.constvars, closed.consts, strict=True))
+        groups = {max(x.at): x for x in self._groups(graph, products, self._weights(forms))}
+        grouped = {at for group in groups.values() for at in group.at}
+        reads = {at: jaxprs.variables(graph.part([at])) for at in graph.positions}
+        reads |= {at: group.closed.jaxpr.invars for at, group in groups.items()}
+        waiting = [at for at in graph.positions if at in groups or at not in grouped]
+        while waiting:  # in order, but readers of a group's equations wait until all of it can run
+            at = next(at for at in waiting if all(v in env for v in reads[at]))
+            waiting.remove(at)
+            eqn, group = graph.eqns[at], groups.get(at)
+            if group is None:
+                made = self.equation(eqn, [jaxprs.read(env, atom) for atom in eqn.invars])
+                env.update(zip(eqn.outvars, made, strict=True))
+            else:
+                results = group.run([_array(env[v]) for v in reads[at]])
+                env.update(zip(group.closed.jaxpr.outvars, results, strict=True))
         return [jaxprs.read(env, atom) for atom in jaxpr.outvars]
 
     def _form(self, experts: _LocalExperts) -> Form:
         return Form(experts.leaf, experts.array.ndim, self._cuts[experts.leaf].dim)
 
-    def _run_step(self, step: _Step, graph: Graph, env: dict[Any, Any]) -> None:
-        if step.products is None:
-            (eqn,) = graph.part(step.at)
-            made = self.equation(eqn, [jaxprs.read(env, atom) for atom in eqn.invars])
-            env.update(zip(eqn.outvars, made, strict=True))
-            return
-        arrays = {v: x.array if isinstance(x, _LocalExperts) else x for v, x in env.items()}
-        if step.region is not None:
-            env[step.region.total] = expert_all_gather.run(step.region, arrays)
-            return
-        closed, experts = step.products
-        inputs = [arrays[v] for v in closed.jaxpr.invars]
-        made = expert_all_to_all.run(closed, inputs, experts, self._most)
-        env.update(zip(closed.jaxpr.outvars, made, strict=True))
-
-    def default(self, eqn: jex.JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        (experts,) = values  # it rearranges experts
+    def default(self, eqn: jex.JaxprEqn, values: list[_Value]) -> Sequence[_Value]:
+        (experts,) = values
+        assert isinstance(experts, _LocalExperts)  # the equation rearranges experts
         if eqn.primitive.name == "slice":
             limits = eqn.params["limit_indices"][:1] + experts.array.shape[1:]
             eqn = eqn.replace(params={**eqn.params, "limit_indices": limits})
@@ -165,7 +163,7 @@ class _OfOneGroup(Evaluator):
             if dim is None or takes_some:
                 raise self._unsupported(name, experts, forms)
             return False
-        if self._per_expert([eqn], forms) is None:
+        if per_expert([eqn], self._weights({a: forms[a] for a in experts})) is None:
             raise self._unsupported(name, experts, forms)
         return True
 
@@ -176,63 +174,36 @@ class _OfOneGroup(Evaluator):
             return None
         return form.rank + experts
 
-    def _per_expert(
-        self,
-        eqns: Sequence[jex.JaxprEqn],
-        forms: Mapping[jex.Var, Form],
-        results: Sequence[jex.Var] = (),
-    ) -> tuple[jex.ClosedJaxpr, dict[int, int]] | None:
-        """Returns equations as a jaxpr, and the inputs that are experts with their dims.
+    def _weights(self, forms: Mapping[jex.Var, Form]) -> Weights:
+        dims = {v: self._dim(form) for v, form in forms.items()}
+        return {v: dim for v, dim in dims.items() if dim is not None}
 
-        None where an equation is not computed per expert.
-        """
-        inputs = jaxprs.inputs_of(eqns)
-        dims = {at: self._dim(forms[v]) for at, v in enumerate(inputs) if v in forms}
-        experts = {at: dim for at, dim in dims.items() if dim is not None}
-        closed = jaxprs.stretch(eqns, results)
-        if len(experts) < len(dims) or expert_all_to_all.expert_dims(closed, experts) is None:
-            return None
-        return closed, experts
-
-    def _steps(
-        self, graph: Graph, products: Sequence[int], forms: Mapping[jex.Var, Form]
-    ) -> list[_Step]:
-        """Returns groups of products, each at its last equation, and all other equations."""
+    def _groups(self, graph: Graph, products: Sequence[int], weights: Weights) -> list[_Group]:
+        """Returns groups of products, and of equations around them if tokens are gathered."""
         groups: list[list[int]] = []
         for at in products:  # as many as possible are grouped: those of a layer
             together = graph.between([*groups[-1], at]) if groups else [at]
-            if self._per_expert(graph.part(together), forms) is None:
+            if per_expert(graph.part(together), weights) is None:
                 groups.append([at])
             else:
                 groups[-1:] = [together]
-        steps = {}
-        for group in groups:
-            others = {at for other in groups if other is not group for at in other}
-            step = self._group(graph, group, others, forms)
-            steps[step.at[-1]] = step
-        within = {at for step in steps.values() for at in step.at}
-        for at in graph.positions:
-            if at not in within:
-                steps[at] = _Step([at], jaxprs.variables(graph.part([at])))
-        return [steps[at] for at in sorted(steps)]
+        return [
+            self._group(graph, group, {*itertools.chain(*groups)} - {*group}, weights)
+            for group in groups
+        ]
 
-    def _group(
-        self,
-        graph: Graph,
-        group: Sequence[int],
-        others: set[int],
-        forms: Mapping[jex.Var, Form],
-    ) -> _Step:
-        """Returns products that run together, with the region around them if that is cheaper."""
-        products = self._per_expert(graph.part(group), forms, graph.results(group))
-        assert products is not None
-        experts = {products[0].jaxpr.invars[at]: dim for at, dim in products[1].items()}
-        region = expert_all_gather.around(graph, group, experts, self._groups, others)
-        at = sorted({*group, *(region.at if region else ())})
-        return _Step(at, jaxprs.inputs_of(graph.part(at)), products, region)
+    def _group(self, graph: Graph, at: Sequence[int], others: set[int], weights: Weights) -> _Group:
+        region = expert_all_gather.around(graph, at, weights, self._shards, others)
+        if region is not None:
+            run = functools.partial(expert_all_gather.run, region)
+            return _Group(region.at, region.closed, run)
+        found = per_expert(graph.part(at), weights, graph.results(at))
+        assert found is not None
+        run = functools.partial(expert_all_to_all.run, found, most=self._most)
+        return _Group(at, found.closed, run)
 
     def _unsupported(
-        self, operation: str, atoms: Sequence[Any], forms: Mapping[jex.Var, Form]
+        self, operation: str, atoms: Sequence[Atom], forms: Mapping[jex.Var, Form]
     ) -> ValueError:
         leaf = next(forms[a].leaf for a in atoms if is_in(a, forms))
         return ValueError(

@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
-from zero_jax.tracing.dataflow import Dim, Forward, sharded_dims
+from zero_jax.tracing.dataflow import EQUAL_RESULTS, Dim, Forward, index_dims, sharded_dims
 from zero_jax.tracing.jaxpr import LAYOUT, is_float, shape_of
 
 _SUM = (
@@ -39,7 +40,7 @@ _ADD = frozenset(("add", "sub", "add_any"))
 _CHOOSE = frozenset(("max", "min", "clamp", "select_n"))
 # Operations whose rules say exactly where the rows are.
 _KNOWN = frozenset(("dot_general", "squeeze", "slice", "unstack", "transpose", "broadcast_in_dim"))
-_MERGED = frozenset(("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_to_all"))
+_MERGED = EQUAL_RESULTS | {"all_to_all"}
 
 
 def check(
@@ -176,17 +177,26 @@ def have_rows(closed: jex.ClosedJaxpr, batch: Sequence[bool]) -> list[bool]:
     inputs = list(zip(closed.jaxpr.invars, batch, strict=True))
     rows = next(shape_of(v)[0] for v, of_batch in inputs if of_batch)
     facts = [RowFact(dim=0 if of_batch else None) for _, of_batch in inputs]
-    made = _RowsEverywhere(rows).run(closed, facts)
+    made = _Rows(rows, everywhere=True).run(closed, facts)
     pairs = zip(made, closed.jaxpr.outvars, strict=True)
     return [fact.dim == 0 and shape_of(v)[0] == rows for fact, v in pairs]
 
 
 class _Rows(Forward[RowFact]):
-    """The lattice of `RowFact`, for a number of rows."""
+    """The lattice of `RowFact`, for a number of rows.
 
-    def __init__(self, rows: int):
+    Args:
+      rows: The number.
+      everywhere: True to follow the rows through loops of unknown length and operations without a
+        rule too.
+
+    Attributes:
+      mixed: Operations that combine rows of one device.
+    """
+
+    def __init__(self, rows: int, *, everywhere: bool = False):
         super().__init__()
-        self._rows = rows
+        self._rows, self._everywhere = rows, everywhere
         self.mixed: list[jex.JaxprEqn] = []
 
     def unknown(self) -> RowFact:
@@ -195,7 +205,7 @@ class _Rows(Forward[RowFact]):
     def literal(self, atom: jex.Literal) -> RowFact:
         return self._of_number(atom.val)
 
-    def constant(self, var: jex.Var, value: Any) -> RowFact:
+    def constant(self, var: jex.Var, value: ArrayLike) -> RowFact:
         return self._of_number(value)
 
     def _of_number(self, value: Any) -> RowFact:
@@ -221,6 +231,8 @@ class _Rows(Forward[RowFact]):
         return state
 
     def while_loop(self, eqn: jex.JaxprEqn, values: list[RowFact]) -> Sequence[RowFact]:
+        if self._everywhere:
+            return super().while_loop(eqn, values)
         return [self.unknown()] * len(eqn.outvars)
 
     def join(self, one: RowFact, other: RowFact) -> RowFact:
@@ -272,13 +284,33 @@ class _Rows(Forward[RowFact]):
         return fact.but(summed=0, statistic=False, dim=dim, sure=sure)
 
     def _dims(self, eqn: jex.JaxprEqn, values: list[RowFact]) -> list[Dim]:
-        dims = [f.dim for f in values]
-        if eqn.primitive.name == "gather":
-            return [_looked_up(eqn, dims)]
-        if eqn.primitive.name == "concatenate" and dims[0] is None:
-            dims = [next((d for d in dims if d is not None), None)]
-            return dims if dims[0] != eqn.params["dimension"] else [None]
-        return sharded_dims(eqn, dims)
+        """Returns the dim of each result that has the rows."""
+        name, dims = eqn.primitive.name, [f.dim for f in values]
+        if name == "gather":
+            looked_up = enumerate(index_dims(eqn))
+            made: list[Dim] = [next((d for at, d in looked_up if at == dims[1]), None)]
+        elif name == "concatenate" and dims[0] is None:
+            dim = next((d for d in dims if d is not None), None)
+            made = [None if dim == eqn.params["dimension"] else dim]
+        else:
+            made = sharded_dims(eqn, dims)
+        return self._kept(eqn, made) if self._everywhere and 0 in dims else made
+
+    def _kept(self, eqn: jex.JaxprEqn, dims: list[Dim]) -> list[Dim]:
+        """Returns the dims, and dim 0 for operations without a rule if it has as many elements."""
+        name = eqn.primitive.name
+        known = name.startswith(("reduce_", "arg")) or name in _KNOWN
+        # The rows of updates that a scatter adds to elements along dim 0 are added up.
+        numbers = eqn.params.get("dimension_numbers") if name.startswith("scatter") else None
+        if known or 0 in getattr(numbers, "inserted_window_dims", ()):
+            return dims
+        if name == "reshape":  # one row: a dim of one element may be anywhere
+            return [0] if self._rows == 1 else dims
+        shapes = map(shape_of, eqn.outvars)
+        return [
+            0 if (d is None or name == "gather") and s[:1] == (self._rows,) else d
+            for d, s in zip(dims, shapes, strict=True)
+        ]
 
     def _scaled(self, eqn: jex.JaxprEqn, values: list[RowFact], base: RowFact) -> RowFact:
         """Returns the fact of a result, except for its dim."""
@@ -290,7 +322,7 @@ class _Rows(Forward[RowFact]):
             pending = first.pending if name == "convert_element_type" else 0
             return _with(base, first).but(pending=pending)
         if name == "reduce_sum":
-            made = _with(base, values[0], self._summed(eqn, values[0]))
+            made = _with(base, values[0]).but(summed=self._summed(eqn, values[0]))
             features = math.prod(shape_of(eqn.invars[0])[d] for d in eqn.params["axes"])
             return made.but(pending=0 if made.summed else features)
         if name in ("square", "integer_pow") and not values[0].summed:
@@ -343,8 +375,9 @@ class _Rows(Forward[RowFact]):
             known = len(sums) == 1 and rest.trained and not (rest.reduced or divides)
             return _with(base, sums[0]) if known else base
         over = _bounded(one.over / other.over if divides else one.over * other.over)
-        sure = base.sure and one.sure and other.sure
-        sure = sure and all(map(_scales_nothing, (one, other)))
+        # Another factor may divide by the number of rows.
+        scales_nothing = (f.trained or (f.counts and f.dim is not None) for f in (one, other))
+        sure = base.sure and one.sure and other.sure and all(scales_nothing)
         return base.but(over=over, sure=sure, whole=one.whole or other.whole)
 
     def _product(self, eqn: jex.JaxprEqn, values: list[RowFact], base: RowFact) -> RowFact:
@@ -377,29 +410,6 @@ class _Rows(Forward[RowFact]):
         return False
 
 
-class _RowsEverywhere(_Rows):
-    """Follows the rows through loops of unknown length and operations without a rule too."""
-
-    def while_loop(self, eqn: jex.JaxprEqn, values: list[RowFact]) -> Sequence[RowFact]:
-        return Forward.while_loop(self, eqn, values)
-
-    def _dims(self, eqn: jex.JaxprEqn, values: list[RowFact]) -> list[Dim]:
-        name, dims = eqn.primitive.name, super()._dims(eqn, values)
-        known = name.startswith(("reduce_", "arg")) or name in _KNOWN
-        # The rows of updates that a scatter adds to elements along dim 0 are added up.
-        numbers = eqn.params.get("dimension_numbers") if name.startswith("scatter") else None
-        adds_up = 0 in getattr(numbers, "inserted_window_dims", ())
-        if known or adds_up or all(f.dim != 0 for f in values):
-            return dims
-        if name == "reshape":  # one row: a dim of one element may be anywhere
-            return [0] if self._rows == 1 else dims
-        shapes = map(shape_of, eqn.outvars)
-        return [
-            0 if (d is None or name == "gather") and s[:1] == (self._rows,) else d
-            for d, s in zip(dims, shapes, strict=True)
-        ]
-
-
 def _bounded(over: float) -> float:
     return min(max(over, 1e-30), 1e30)
 
@@ -409,16 +419,10 @@ def _is_multiple(value: float, count: int) -> bool:
     return round(times) >= 1 and math.isclose(times, round(times), rel_tol=1e-3)
 
 
-def _with(base: RowFact, fact: RowFact, summed: int | None = None) -> RowFact:
+def _with(base: RowFact, fact: RowFact) -> RowFact:
     """Returns a fact with the scale of another."""
-    summed = fact.summed if summed is None else summed
-    scale = {"over": fact.over, "whole": fact.whole, "summed": summed}
+    scale = {"over": fact.over, "whole": fact.whole, "summed": fact.summed}
     return base.but(**scale, sure=fact.sure, of_row=fact.of_row)
-
-
-def _scales_nothing(fact: RowFact) -> bool:
-    """Returns True for a factor that cannot divide by the number of rows."""
-    return fact.trained or (fact.counts and fact.dim is not None)
 
 
 def _added(values: list[RowFact], base: RowFact) -> RowFact:
@@ -434,13 +438,3 @@ def _combined(cases: Sequence[RowFact], base: RowFact) -> RowFact:
     alike = len({f.over for f in cases}) == 1
     over, sure = cases[0].over if alike else 1.0, alike and all(f.sure for f in cases)
     return base.but(over=over, sure=sure, whole=any(f.whole for f in cases))
-
-
-def _looked_up(eqn: jex.JaxprEqn, values: Sequence[Dim]) -> Dim:
-    """Returns the dim of a gather's result that has the rows of its indices."""
-    at = values[1]
-    if at is None:
-        return None
-    offsets = eqn.params["dimension_numbers"].offset_dims
-    batch = [d for d in range(len(shape_of(eqn.outvars[0]))) if d not in offsets]
-    return batch[at] if at < len(batch) else None

@@ -143,7 +143,7 @@ def _array(value: _Value) -> jax.Array:
     return value.array if isinstance(value, _Slice) else value
 
 
-def _stack(value: _Value) -> Dim:
+def _stack(value: _Value | bool) -> Dim:
     return value.stack if isinstance(value, _Slice) else None
 
 
@@ -158,7 +158,7 @@ def _constants(jaxpr: jex.Jaxpr) -> list[jax.Array]:
     return found
 
 
-class _OneByOne(Evaluator):
+class _OneByOne(Evaluator[_Value]):
     """Evaluates a region on one matrix of each stack."""
 
     inlined = CALLS
@@ -170,7 +170,7 @@ class _OneByOne(Evaluator):
     def is_replaced(self, value: _Value) -> bool:
         return isinstance(value, _Slice)
 
-    def agreed(self, values: list[_Value], like: Sequence[_Value]) -> list[_Value]:
+    def agreed(self, values: list[_Value], like: Sequence[_Value | bool]) -> list[_Value]:
         _require(list(map(_stack, values)) == list(map(_stack, like)))
         return values
 

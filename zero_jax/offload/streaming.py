@@ -46,7 +46,7 @@ from zero_jax.sharding.partition import (
 from zero_jax.sharding.paths import Frozen
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.dataflow import Graph, needed
-from zero_jax.tracing.interpreter import run_on_pieces
+from zero_jax.tracing.interpreter import Resized
 from zero_jax.tracing.jaxpr import CALLS, runs_on_pieces, shape_of
 from zero_jax.tracing.sources import transformation_of
 
@@ -264,7 +264,7 @@ class PiecewiseUpdate:
         recipe, (arrays, scalars) = self.recipes[at], operands
         values = [*(pieces[i] for i in recipe.inputs), *arrays, *scalars]
         shape = next(iter(pieces.values())).shape
-        update, *states = run_on_pieces(recipe.program, values, shape)
+        update, *states = Resized(shape).run(recipe.program, values)
         new = {
             i: unless_skipped(finite, state, pieces[i]).astype(pieces[i].dtype)
             for i, state in zip(recipe.outputs[1:], states, strict=True)

@@ -9,16 +9,17 @@ the facts of their state no longer change.
 
 `engine/over_rows.py` has a fourth lattice, of the rows of a batch. Backward, `needed` finds the
 variables on which results depend. `Graph` answers which equations lie before, after and between
-others.
+others. `sharded_dims`, `kept_dims` and `index_dims` say which dims of its operands an operation
+keeps.
 """
 
 import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import jax.extend.core as jex
+from jax.typing import ArrayLike
 
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.interpreter import Interpreter
@@ -28,7 +29,8 @@ Dim = int | None
 Dims = tuple[Dim, ...]
 # Facts of a loop's state converge within a few iterations, or are given up.
 _ITERATIONS = 8
-_REDUCTIONS = frozenset(("psum", "psum_invariant", "pmax", "pmin", "all_gather"))
+# Collectives whose results are equal on all devices of their axes.
+EQUAL_RESULTS = frozenset(("psum", "psum_invariant", "pmax", "pmin", "all_gather"))
 
 
 class Forward(Interpreter[T]):
@@ -100,7 +102,7 @@ class _Marks(Forward[bool]):
     def literal(self, atom: jex.Literal) -> bool:
         return False
 
-    def constant(self, var: jex.Var, value: Any) -> bool:
+    def constant(self, var: jex.Var, value: ArrayLike) -> bool:
         return False
 
     def join(self, one: bool, other: bool) -> bool:
@@ -144,7 +146,7 @@ class Varies(_Marks):
         over = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         over = over if isinstance(over, (tuple, list, frozenset)) else (over,)
         ungrouped = eqn.params.get("axis_index_groups") is None
-        alike = eqn.primitive.name in _REDUCTIONS and set(self._axes) <= set(over) and ungrouped
+        alike = eqn.primitive.name in EQUAL_RESULTS and set(self._axes) <= set(over) and ungrouped
         varies = eqn.primitive.name == "axis_index" or (any(values) and not alike)
         return [varies] * len(eqn.outvars)
 
@@ -163,7 +165,7 @@ class ShardedDims(Forward[Dims]):
     def literal(self, atom: jex.Literal) -> Dims:
         return self._none
 
-    def constant(self, var: jex.Var, value: Any) -> Dims:
+    def constant(self, var: jex.Var, value: ArrayLike) -> Dims:
         return self._none
 
     def unknown(self) -> Dims:
@@ -203,7 +205,8 @@ def sharded_dims(eqn: jex.JaxprEqn, dims: Sequence[Dim]) -> list[Dim]:
         return [None] * len(eqn.outvars)
     name = eqn.primitive.name
     if name == "dot_general":
-        return [_product_dim(eqn, dims)]
+        made = [of.get(d) for of, d in zip(kept_dims(eqn), dims, strict=True) if d is not None]
+        return [next((d for d in made if d is not None), None)]
     if name == "gather":  # rows of a table: each device looks up its own, and they are summed
         return [None]
     if name in _RULES:
@@ -219,7 +222,12 @@ def sharded_dims(eqn: jex.JaxprEqn, dims: Sequence[Dim]) -> list[Dim]:
     return [alike(shape_of(v)) for v in eqn.outvars]
 
 
-def _product_dim(eqn: jex.JaxprEqn, dims: Sequence[Dim]) -> Dim:
+def kept_dims(eqn: jex.JaxprEqn) -> tuple[dict[int, int], dict[int, int]]:
+    """Returns, for each operand of a product, the dims of the result that its dims become.
+
+    Dims of the result: batch dims, free dims of the first operand, those of the second. Summed dims
+    are in no result.
+    """
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
     lhs, rhs = (len(shape_of(a)) for a in eqn.invars)
     free = [d for d in range(lhs) if d not in (*lhs_sum, *lhs_batch)]
@@ -227,8 +235,13 @@ def _product_dim(eqn: jex.JaxprEqn, dims: Sequence[Dim]) -> Dim:
     left = {d: at for at, d in enumerate((*lhs_batch, *free))}
     right = {d: at for at, d in enumerate(rhs_batch)}
     right |= {d: len(left) + at for at, d in enumerate(columns)}
-    made = [left.get(dims[0]), right.get(dims[1])]
-    return next((d for d in made if d is not None), None)
+    return left, right
+
+
+def index_dims(eqn: jex.JaxprEqn) -> list[int]:
+    """Returns the dims of a gather's result that are those of its indices, in their order."""
+    offsets = eqn.params["dimension_numbers"].offset_dims
+    return [d for d in range(len(shape_of(eqn.outvars[0]))) if d not in offsets]
 
 
 def _reshaped(eqn: jex.JaxprEqn, dim: int) -> Dim:
@@ -248,7 +261,7 @@ def _as_long(eqn: jex.JaxprEqn, dim: int) -> Dim:
 
 
 # Operations whose first operand decides.
-_RULES: dict[str, Callable[[Any, int], Dim]] = {
+_RULES: dict[str, Callable[[jex.JaxprEqn, int], Dim]] = {
     "reshape": _reshaped,
     "broadcast_in_dim": lambda eqn, dim: eqn.params["broadcast_dimensions"][dim],
     "transpose": lambda eqn, dim: eqn.params["permutation"].index(dim),
@@ -271,7 +284,7 @@ _RULES: dict[str, Callable[[Any, int], Dim]] = {
 # Backward: what results depend on.
 
 # Given an equation and which of its results are needed, returns which operands are.
-Rule = Callable[[Any, list[bool]], Sequence[bool]]
+Rule = Callable[[jex.JaxprEqn, list[bool]], Sequence[bool]]
 
 
 def reads_all(eqn: jex.JaxprEqn, made: list[bool]) -> list[bool]:

@@ -3,6 +3,7 @@
   Interpreter   values of any kind. Dataflow facts and memory estimates subclass it
   Evaluator     arrays, and pytrees in place of some of them. LoRA, expert parallelism and updates
                 on assigned devices subclass it
+  Resized       arrays of other sizes than the traced ones
 
 A handler receives an equation and the values of its inputs, and returns those of its results.
 """
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.jaxpr import T, Walk
@@ -62,7 +64,7 @@ class Interpreter(Walk[T]):
         return self.call(eqn, values)
 
 
-class Evaluator(Interpreter[Any]):
+class Evaluator(Interpreter[T]):
     """Evaluates a jaxpr on arrays, and on pytrees that replace some of them.
 
     An equation of arrays alone is run as it is. A subclass handles the others. Loops, branches and
@@ -71,11 +73,11 @@ class Evaluator(Interpreter[Any]):
 
     inlined = jaxprs.JIT  # calls that are inlined in the bodies of loops and branches
 
-    def is_replaced(self, value: Any) -> bool:
+    def is_replaced(self, value: T) -> bool:
         """Returns True for a pytree in place of an array."""
         raise NotImplementedError
 
-    def agreed(self, values: list[Any], like: Sequence[Any]) -> list[Any]:
+    def agreed(self, values: list[T], like: Sequence[T | bool]) -> list[T]:
         """Returns the values that an iteration or a branch hands over.
 
         Args:
@@ -84,26 +86,26 @@ class Evaluator(Interpreter[Any]):
         """
         return values
 
-    def literal(self, atom: jex.Literal) -> Any:
+    def literal(self, atom: jex.Literal) -> T:
         return jaxprs.typed(atom.val, atom)
 
-    def constant(self, var: jex.Var, value: Any) -> Any:
+    def constant(self, var: jex.Var, value: Any) -> T:
         return value
 
-    def evaluate(self, closed: jex.ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+    def evaluate(self, closed: jex.ClosedJaxpr, values: Sequence[T]) -> list[T]:
         """Returns the results of a jaxpr, its calls inlined."""
         return self.run(jaxprs.written_out(closed, self.inlined), values)
 
-    def equation(self, eqn: jex.JaxprEqn, values: list[Any]) -> Sequence[Any]:
+    def equation(self, eqn: jex.JaxprEqn, values: list[T]) -> Sequence[T]:
         if any(map(self.is_replaced, values)):
             return super().equation(eqn, values)
         return jaxprs.function(eqn)(*values)
 
-    def scan(self, eqn: jex.JaxprEqn, values: list[Any]) -> Sequence[Any]:
+    def scan(self, eqn: jex.JaxprEqn, values: list[T]) -> Sequence[T]:
         start, carried = jaxprs.state_of(eqn)
         fixed, stop = values[:start], start + carried
 
-        def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+        def step(carry: list[T], slices: list[T]) -> tuple[list[T], list[T]]:
             made = self.evaluate(jaxprs.inner(eqn), [*fixed, *carry, *slices])
             return self.agreed(made[:carried], carry), made[carried:]
 
@@ -111,24 +113,24 @@ class Evaluator(Interpreter[Any]):
         carry, stacked = jax.lax.scan(step, values[start:stop], values[stop:], **options)
         return [*carry, *stacked]
 
-    def while_loop(self, eqn: jex.JaxprEqn, values: list[Any]) -> Sequence[Any]:
+    def while_loop(self, eqn: jex.JaxprEqn, values: list[T]) -> Sequence[T]:
         ((body, first),), (start, _) = jaxprs.bodies(eqn), jaxprs.state_of(eqn)
         of_test, fixed = values[:first], values[first:start]
 
-        def continues(state: list[Any]) -> Any:
+        def continues(state: list[T]) -> Any:
             made = self.evaluate(eqn.params["cond_jaxpr"], [*of_test, *state])
             return self.agreed(made, [True])[0]
 
-        def step(state: list[Any]) -> list[Any]:
+        def step(state: list[T]) -> list[T]:
             return self.agreed(self.evaluate(body, [*fixed, *state]), state)
 
         return jax.lax.while_loop(continues, step, values[start:])
 
-    def cond(self, eqn: jex.JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        first: list[Any] = []
+    def cond(self, eqn: jex.JaxprEqn, values: list[T]) -> Sequence[T]:
+        first: list[T] = []
 
-        def case(branch: jex.ClosedJaxpr) -> Callable[..., list[Any]]:
-            def run(*operands: Any) -> list[Any]:
+        def case(branch: jex.ClosedJaxpr) -> Callable[..., list[T]]:
+            def run(*operands: T) -> list[T]:
                 made = self.evaluate(branch, operands)
                 first[:] = first or made
                 return self.agreed(made, first)
@@ -138,24 +140,32 @@ class Evaluator(Interpreter[Any]):
         cases = [case(branch) for branch, _ in jaxprs.bodies(eqn)]
         return jax.lax.switch(values[0], cases, *values[1:])
 
-    def remat(self, eqn: jex.JaxprEqn, values: list[Any]) -> Sequence[Any]:
+    def remat(self, eqn: jex.JaxprEqn, values: list[T]) -> Sequence[T]:
         options = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
-        again: Callable[..., list[Any]] = jax.checkpoint(
+        again: Callable[..., list[T]] = jax.checkpoint(
             lambda *values: self.evaluate(jaxprs.inner(eqn), values), **options
         )
         return again(*values)
 
 
-def run_on_pieces(
-    closed: jex.ClosedJaxpr, pieces: Sequence[jax.Array], shape: tuple[int, ...]
-) -> list[jax.Array]:
-    """Returns the results of elementwise equations for pieces of this shape, and for scalars."""
-    return _OnPieces(shape).run(closed, pieces)
+class Resized(Evaluator[jax.Array]):
+    """Runs operations on arrays of other sizes than they were traced with.
 
+    Args:
+      shape: The shape of all results. By default only elementwise operations have another one, that
+        of their operands; others must have no sizes among their parameters.
+    """
 
-class _OnPieces(Evaluator):
-    def __init__(self, shape: tuple[int, ...]):
+    def __init__(self, shape: tuple[int, ...] | None = None):
+        super().__init__()
         self._shape = shape
 
     def equation(self, eqn: jex.JaxprEqn, values: list[jax.Array]) -> Sequence[jax.Array]:
-        return jaxprs.on_piece(eqn, values, self._shape)
+        name, shape = eqn.primitive.name, self._shape
+        if shape is None and name in jaxprs.ELEMENTWISE:
+            shape = next(x.shape for x in values if jnp.ndim(x))
+        if shape is not None:
+            values = [jnp.broadcast_to(value, shape) for value in values]
+            if name == "broadcast_in_dim":
+                return values
+        return [eqn.primitive.bind(*values, **eqn.params)]

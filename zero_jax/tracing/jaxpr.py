@@ -23,6 +23,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 T = TypeVar("T")
 Atom = jex.Var | jex.Literal
@@ -63,7 +64,7 @@ def is_var(atom: Atom) -> TypeGuard[jex.Var]:
     return not isinstance(atom, jex.Literal)
 
 
-def is_in(atom: Atom, variables: Container[Any]) -> TypeGuard[jex.Var]:
+def is_in(atom: Atom, variables: Container[object]) -> TypeGuard[jex.Var]:
     """Returns True for one of these variables, False for literals."""
     return is_var(atom) and atom in variables
 
@@ -90,7 +91,7 @@ def bytes_of(atom: Atom) -> int:
     return math.prod(shape_of(atom)) * size
 
 
-def read(env: Mapping[Any, Any], atom: Atom) -> Any:
+def read(env: Mapping[jex.Var, Any], atom: Atom) -> Any:
     """Returns the value of an atom, given those of variables; it has a shape and a dtype.
 
     >>> program = jax.make_jaxpr(lambda x: (x, False))(1.0)
@@ -110,12 +111,12 @@ def typed(value: Any, atom: Atom) -> Any:
 # Equations, and the jaxprs that calls, loops and branches run.
 
 
-def variables(eqns: Iterable[jex.JaxprEqn]) -> list[Any]:
+def variables(eqns: Iterable[jex.JaxprEqn]) -> list[jex.Var]:
     """Returns the variables that equations read."""
     return [a for e in eqns for a in e.invars if is_var(a)]
 
 
-def last_reads(jaxpr: jex.Jaxpr) -> dict[Any, int]:
+def last_reads(jaxpr: jex.Jaxpr) -> dict[jex.Var, int]:
     """Returns the last equation that reads each variable; results are read after all equations."""
     last = {v: at for at, eqn in enumerate(jaxpr.eqns) for v in variables([eqn])}
     return last | {a: len(jaxpr.eqns) for a in jaxpr.outvars if is_var(a)}
@@ -160,14 +161,6 @@ def runs_on_pieces(eqn: jex.JaxprEqn, shape: tuple[int, ...]) -> bool:
     if eqn.primitive.name == "broadcast_in_dim":
         return shapes == {()}
     return eqn.primitive.name in ELEMENTWISE and bool(shapes) and shapes <= {shape, ()}
-
-
-def on_piece(eqn: jex.JaxprEqn, values: Sequence[Any], shape: tuple[int, ...]) -> Sequence[Any]:
-    """Returns the results of such an equation for one piece, with scalars broadcast to it."""
-    pieces = [jnp.broadcast_to(value, shape) for value in values]
-    if eqn.primitive.name == "broadcast_in_dim":
-        return pieces
-    return [eqn.primitive.bind(*pieces, **eqn.params)]
 
 
 def as_closed(jaxpr: AnyJaxpr) -> jex.ClosedJaxpr:
@@ -261,8 +254,8 @@ def _products(eqn: jex.JaxprEqn) -> int:
 
 
 def new_jaxpr(
-    invars: Sequence[Any],
-    outvars: Sequence[Any],
+    invars: Sequence[jex.Var],
+    outvars: Sequence[Atom],
     eqns: Sequence[jex.JaxprEqn],
     effects: Any = frozenset(),
     constvars: Sequence[jex.Var] = (),
@@ -302,7 +295,7 @@ def as_if_from(closed: jex.ClosedJaxpr, eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
     return jex.ClosedJaxpr(jaxpr, closed.consts)
 
 
-def equation(fun: Callable[..., Any], atoms: Sequence[Atom]) -> jex.JaxprEqn:
+def equation(fun: Callable[..., object], atoms: Sequence[Atom]) -> jex.JaxprEqn:
     """Returns the equation that applies a function of one operation to these atoms."""
     (eqn,) = jax.make_jaxpr(fun)(*(a.aval for a in atoms)).jaxpr.eqns
     return eqn.replace(invars=list(atoms), outvars=[jex.Var(v.aval) for v in eqn.outvars])
@@ -352,7 +345,7 @@ class Walk(Generic[T]):
         """Returns the value of a literal."""
         raise NotImplementedError
 
-    def constant(self, var: jex.Var, value: Any) -> T:
+    def constant(self, var: jex.Var, value: ArrayLike) -> T:
         """Returns the value of a constant of a closed jaxpr."""
         raise NotImplementedError
 
@@ -397,13 +390,13 @@ class Rewriter(Walk[Atom]):
         return jex.ClosedJaxpr(jaxpr, list(part.consts.values()))
 
     eqns: list[jex.JaxprEqn]
-    consts: dict[jex.Var, Any]
+    consts: dict[jex.Var, ArrayLike]
     _defined: set[jex.Var]
 
     def literal(self, atom: jex.Literal) -> Atom:
         return atom
 
-    def constant(self, var: jex.Var, value: Any) -> Atom:
+    def constant(self, var: jex.Var, value: ArrayLike) -> Atom:
         (new,) = self._fresh([var])
         self.consts[new] = value
         return new
@@ -443,7 +436,7 @@ class Rewriter(Walk[Atom]):
         return new
 
 
-def _is(one: Any, other: Any) -> bool:
+def _is(one: object, other: object) -> bool:
     return one is other
 
 
