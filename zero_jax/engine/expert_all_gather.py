@@ -94,12 +94,15 @@ def around(
         return None
     dims = products.dims
     rows = [v for v in products.closed.jaxpr.invars if v in dims]
+    picks: dict[int, int] = {}
+    for var in rows:
+        at = graph.made_by.get(var)
+        dim = None if at is None else _counted(graph.eqns[at], dims[var])
+        if at is None or dim is None or not set(graph.readers(var)).issubset(inside):
+            return None
+        picks[at] = dim
     coordinate = _coordinate(back, dims[back.invars[0]])
-    makers = {at: v for v in rows if (at := graph.made_by.get(v)) is not None}
-    counted = {at: _counted(graph.eqns[at], dims[v]) for at, v in makers.items()}
-    picks = {at: dim for at, dim in counted.items() if dim is not None}
-    read_elsewhere = any(at not in inside for v in rows for at in graph.readers(v))
-    if coordinate is None or len(picks) < len(rows) or read_elsewhere:
+    if coordinate is None:
         return None
     tables = [graph.eqns[at].invars[0] for at in picks]
     regions = []
@@ -164,7 +167,7 @@ def _until_picked(graph: Graph, group: Sequence[int]) -> list[int] | None:
     if len(results) != 1:
         return None
     (var,) = results
-    while len(graph.readers(var)) == 1 and (at := graph.readers(var)[0]) in graph.positions:
+    while (at := graph.only_reader(var)) is not None:
         positions.append(at)
         eqn = graph.eqns[at]
         if eqn.primitive.name == "gather":
@@ -182,13 +185,11 @@ def _sums(
     positions: list[int] = []
     while True:
         yield list(positions), var
-        readers = graph.readers(var)
-        if len(readers) != 1 or readers[0] not in graph.positions or readers[0] in others:
+        at = graph.only_reader(var)
+        if at is None or at in others or not _is_linear(graph.eqns[at], var):
             return
-        if not _is_linear(graph.eqns[readers[0]], var):
-            return
-        positions += readers
-        (var,) = graph.eqns[readers[0]].outvars
+        positions.append(at)
+        (var,) = graph.eqns[at].outvars
 
 
 def _is_linear(eqn: jex.JaxprEqn, var: jex.Var) -> bool:

@@ -36,9 +36,20 @@ EQUAL_RESULTS = frozenset(("psum", "psum_invariant", "pmax", "pmin", "all_gather
 class Forward(Interpreter[T]):
     """A forward analysis: facts of results from facts of operands.
 
-    A subclass is a lattice: it has the facts of literals and constants, `default` (those of the
-    results of an operation), `join` and, where loops may not converge, `unknown`.
+    A subclass is a lattice: it has `default` (facts of the results of an operation), `join` and,
+    where loops may not converge, `unknown`.
+
+    Attributes:
+      constants: The fact of literals and constants.
     """
+
+    constants: T
+
+    def literal(self, atom: jex.Literal) -> T:
+        return self.constants
+
+    def constant(self, var: jex.Var, value: ArrayLike) -> T:
+        return self.constants
 
     def join(self, one: T, other: T) -> T:
         """Returns the fact of a value that is one of two."""
@@ -99,11 +110,7 @@ class Forward(Interpreter[T]):
 class _Marks(Forward[bool]):
     """A property that results have if an operand has it."""
 
-    def literal(self, atom: jex.Literal) -> bool:
-        return False
-
-    def constant(self, var: jex.Var, value: ArrayLike) -> bool:
-        return False
+    constants = False
 
     def join(self, one: bool, other: bool) -> bool:
         return one or other
@@ -160,16 +167,10 @@ class ShardedDims(Forward[Dims]):
 
     def __init__(self, groups: int):
         super().__init__()
-        self._none: Dims = (None,) * groups
-
-    def literal(self, atom: jex.Literal) -> Dims:
-        return self._none
-
-    def constant(self, var: jex.Var, value: ArrayLike) -> Dims:
-        return self._none
+        self.constants: Dims = (None,) * groups
 
     def unknown(self) -> Dims:
-        return self._none
+        return self.constants
 
     def join(self, one: Dims, other: Dims) -> Dims:
         return tuple(b if a is None else a for a, b in zip(one, other, strict=True))
@@ -182,7 +183,7 @@ class ShardedDims(Forward[Dims]):
 
     def default(self, eqn: jex.JaxprEqn, values: list[Dims]) -> Sequence[Dims]:
         groups = [sharded_dims(eqn, dims) for dims in zip(*values, strict=True)]
-        return list(zip(*groups, strict=True)) if groups else [self._none] * len(eqn.outvars)
+        return list(zip(*groups, strict=True)) if groups else [self.constants] * len(eqn.outvars)
 
 
 def sharded_dims(eqn: jex.JaxprEqn, dims: Sequence[Dim]) -> list[Dim]:
@@ -411,6 +412,11 @@ class Graph:
     def readers(self, var: jex.Var) -> list[int]:
         """Returns the equations that read a variable; the number of equations if it is returned."""
         return self._readers.get(var, [])
+
+    def only_reader(self, var: jex.Var) -> int | None:
+        """Returns the equation that alone reads a variable, None if it is returned."""
+        readers = self.readers(var)
+        return readers[0] if len(readers) == 1 and readers[0] < len(self.eqns) else None
 
     def where(self, condition: Callable[[jex.JaxprEqn], bool]) -> list[int]:
         """Returns the equations that meet a condition."""
