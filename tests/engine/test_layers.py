@@ -85,8 +85,7 @@ def unrolled(p, tokens):
 
 
 def taken_apart(params):
-    count = len(params["up"])
-    layers = [{n: x[i] for n, x in stacks(params).items()} for i in range(count)]
+    layers = [{n: x[i] for n, x in stacks(params).items()} for i in range(len(params["up"]))]
     return {n: params[n] for n in ("words", "head") if n in params} | {"layers": layers}
 
 
