@@ -2,9 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-import pytest
 
-from zero_jax.engine.over_rows import facts_of, have_rows
+from zero_jax.engine.over_rows import facts_of
 
 R, D = 4, 8
 W, X = jnp.ones((D, D)), jnp.ones((R, D))
@@ -84,35 +83,3 @@ APART = {"of one row": lambda w, x: jnp.mean(x @ w - jnp.mean(x @ w, 1, keepdims
 
 def test_statistics_over_rows_are_found():
     assert {name for name, loss in (MIXED | APART).items() if read(loss)[1]} == set(MIXED)
-
-
-def looped(x):
-    """A loop of unknown length over the rows of a buffer."""
-    fill = lambda at, out: out.at[:, at].set(jnp.tanh(x[:, at]))  # noqa: E731
-    return jax.lax.fori_loop(0, jnp.argmax(x[0]), fill, jnp.zeros_like(x))
-
-
-def counted(x):
-    return jnp.zeros(len(x)).at[jnp.argmax(x, 1)].add(1.0)
-
-
-ROWS = {"means": lambda x: x.mean(1), "fixed shape": lambda x: x.reshape(x.shape).mean(1),
-        "flattened": lambda x: x.reshape(-1).reshape(len(x), -1), "loop": looped,
-        "mapped": lambda x: jax.lax.map(jnp.sum, x), "sorted": lambda x: jnp.sort(x, 1),
-        "columns": lambda x: x[:, jnp.array([0, 2])], "spectrum": lambda x: jnp.fft.rfft(x, axis=1),
-        "looked up": lambda x: W[jnp.argmax(x, 1)], "cast": lambda x: (x > 0).astype(int),
-        "values": lambda x: jnp.linalg.eigvalsh(x[:, :, None] * x[:, None]),
-        "one-hot": lambda x: jax.nn.one_hot(jnp.argmax(x, 1), 3),
-        "each": lambda x: jax.vmap(lambda row: jnp.zeros(D).at[jnp.argmax(row)].set(1.0))(x),
-        "picked": lambda x: picked(W, x), "mixed": lambda x: jax.nn.softmax(x @ W, 0)}  # fmt: skip
-NO_ROWS = {"mean": lambda x: x.mean(0), "covariance": lambda x: x.T @ x, "turned": jnp.transpose,
-           "counts": counted, "constant": lambda x: jnp.arange(len(x)), "first": lambda x: x[0],
-           "stacked": lambda x: jnp.stack([x] * len(x)), "added": lambda x: x[None]}  # fmt: skip
-
-
-@pytest.mark.parametrize("rows", [1, D])
-def test_rows_are_followed_to_the_results(rows):
-    """Where a dim has as many elements as rows, and where it has one."""
-    x, losses = jnp.ones((rows, D)), ROWS | NO_ROWS
-    found = {name: have_rows(jax.make_jaxpr(fn)(x), [True]) for name, fn in losses.items()}
-    assert {name for name, have in found.items() if have == [True]} == set(ROWS)

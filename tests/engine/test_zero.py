@@ -125,6 +125,23 @@ def test_steps_donate_and_compile_once():
 SMALL, W = X[:16, :4], {"w": jax.random.normal(jax.random.key(0), (4, 8))}
 
 
+@pytest.mark.parametrize("use", [jax.lax.stop_gradient, jnp.floor, lambda y: y > 0.5])
+def test_a_loop_of_unknown_length_may_have_no_gradient(use):
+    def loss(params, x):
+        root = jax.lax.while_loop(lambda y: y > 2, lambda y: y / 2, jnp.sum(params["w"] ** 2))
+        return jnp.mean((x @ params["w"]) ** 2) * use(root)
+
+    params = zero_on().shard(W)
+    value, grads = zero_on().value_and_grad(loss)(params, SMALL)
+    want, want_grads = jax.value_and_grad(loss)(W, SMALL)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    np.testing.assert_allclose(zero_on().unshard(grads)["w"], want_grads["w"], rtol=1e-5)
+
+
+def total_over_time(row):
+    return jax.lax.scan(lambda count, x: (count + 1, x), 0, row)[1].sum()
+
+
 @pytest.mark.parametrize(
     ("replica", "k", "stage", "axis"),
     [(1, 1, 3, "batch"), (1, 2, 0, "data"), (2, 1, 1, "data"), (2, 2, 3, "data")],
@@ -142,7 +159,7 @@ def test_aux_means_rows_sums_counters_and_keys(replica, k, stage, axis):
         aux = {
             "logits": logits, "mean": jnp.mean(logits), "spread": logits.mean(0),
             "channels": x.mean(0),  # as long as the rows of a device where k is 1, and no rows
-            "rows": x.mean(1), "n": count + 1, "right": total((x[:, 0] > 0).sum()) if k == 1 else 0,
+            "rows": x.mean(1), "each": jax.lax.map(total_over_time, x), "n": count + 1, "right": total((x[:, 0] > 0).sum()) if k == 1 else 0,
             "key": jax.random.key(5)}  # fmt: skip
         return jnp.mean(logits**2), aux
 
@@ -372,6 +389,7 @@ ROWS = [
     ("aux zero.batch_axes",  # two replicas have different rows
      lambda: with_aux(lambda x: jax.lax.psum((x[:, 0] > 0).sum(), "data"), zero=zero_jax.Zero(
         zero_jax.make_mesh(2, replica=2, devices=jax.devices()[:4])))),
+    ("'m' 6 12", lambda: with_aux(lambda x: {"m": x.reshape(6, 10).mean(1)})),
     *(("weight stop_gradient", lambda fn=fn: differentiated(lambda p, x: zero_jax.Weighted(
         jnp.sum(x @ p["w"]), jnp.sum(fn(p["w"]))))) for fn in (jax.nn.sigmoid, straight_through)),
     ("lax.while_loop b", lambda: differentiated(lambda p, x: loss(p, x) + jax.lax.while_loop(

@@ -73,22 +73,21 @@ class GlobalLoss:
         full = jax.eval_shape(layout.unpad, params)
         _check_params(params, self.settings.splitter(full))
         micro_batch.check_batch(batch, batch_shards(self.settings.mesh), k)
-        shapes = [
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-            for tree in (full, batch)
-        ]
-        traced: Traced = self._trace.trace(*shapes, extras, k).out_info
-        return traced
+        full, batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (full, batch))
+        traced: Traced = self._trace.trace(full, batch, extras, k).out_info
+        # Values of an outer trace, which the loss closes over, are others in the next one.
+        return self._trace_loss(full, batch, extras, k) if traced.captured else traced
 
     @functools.cached_property
     def _trace(self) -> jax.stages.Wrapped:
         """Traces the loss; `jit` remembers the result, by shapes and by JAX's own settings."""
+        return jax.jit(self._trace_loss, static_argnums=3)
 
-        def trace_loss(full: PyTree, batch: PyTree, extras: tuple[PyTree, ...], k: int) -> Traced:
-            args = self.settings, self.fn, full, batch, extras
-            return trace(*args, has_aux=self.has_aux, grad_accum_steps=k, told=self._told)
-
-        return jax.jit(trace_loss, static_argnums=3)
+    def _trace_loss(
+        self, full: PyTree, batch: PyTree, extras: tuple[PyTree, ...], k: int
+    ) -> Traced:
+        args = self.settings, self.fn, full, batch, extras
+        return trace(*args, has_aux=self.has_aux, grad_accum_steps=k, told=self._told)
 
     def _run(
         self,
@@ -102,13 +101,6 @@ class GlobalLoss:
             params = tiers.to_device(params)
         k = 1 if scale is None else settings.grad_accum_steps
         traced = self.read(params, batch, extras, k)
-        if scale is not None and traced.undifferentiable:
-            raise ValueError(
-                "a loop of unknown length (lax.while_loop, or lax.fori_loop with bounds that are "
-                f"not Python numbers) reads {traced.undifferentiable}, and JAX has no gradient of "
-                "it. Use lax.scan or a fixed number of iterations, stop the gradient with "
-                "jax.lax.stop_gradient, or freeze those leaves"
-            )
         full, rest = jax.eval_shape(layout.unpad, params), jax.tree.structure(params)
         specs = jax.tree.unflatten(rest, [leaf.cut.spec for leaf in traced.leaves])
         axes: PyTree = PartitionSpec(batch_axes(settings.mesh))
@@ -134,7 +126,17 @@ class GlobalLoss:
 
         given = jnp.asarray(1.0 if scale is None else scale, jnp.float32)
         run = outside.differentiable(program, traced)
-        out = run(params, batch, (*extras, *traced.captured), given)
+        try:
+            out = run(params, batch, (*extras, *traced.captured), given)
+        except ValueError as error:  # the loss itself was traced before
+            if scale is None or not traced.undifferentiable:
+                raise
+            raise ValueError(
+                "a loop of unknown length (lax.while_loop, or lax.fori_loop with bounds that are "
+                f"not Python numbers) reads {traced.undifferentiable}, and JAX has no gradient of "
+                "it. Use lax.scan or a fixed number of iterations, stop the gradient with "
+                "jax.lax.stop_gradient, or freeze those leaves"
+            ) from error
         tree = jax.tree.structure(traced.aux)
         return dataclasses.replace(out, aux=jax.tree.unflatten(tree, out.aux))
 

@@ -38,8 +38,6 @@ _MIXED = (
 _LINEAR = LAYOUT | {"neg", "abs", "reduce_precision", "real", "concatenate", "pad", "cumsum"}
 _ADD = frozenset(("add", "sub", "add_any"))
 _CHOOSE = frozenset(("max", "min", "clamp", "select_n"))
-# Operations whose rules say exactly where the rows are.
-_KNOWN = frozenset(("dot_general", "squeeze", "slice", "unstack", "transpose", "broadcast_in_dim"))
 _MERGED = EQUAL_RESULTS | {"all_to_all"}
 
 
@@ -160,43 +158,16 @@ def facts_of(
     return analysis.run(closed, facts)[0], analysis.mixed
 
 
-def have_rows(closed: jex.ClosedJaxpr, batch: Sequence[bool]) -> list[bool]:
-    """Returns for each result of a loss whether its dim 0 is the rows of the batch.
-
-    The rows are followed from the batch through the operations of the loss. An operation without a
-    rule is taken to keep dim 0 if its result has as many elements along it.
-
-    Args:
-      closed: The program.
-      batch: True for inputs that are arrays of the batch, with the rows as dim 0.
-
-    >>> program = jax.make_jaxpr(lambda x: (x.mean(1), x.mean(0), x.sum()))(jnp.ones((4, 4)))
-    >>> have_rows(program, [True])
-    [True, False, False]
-    """
-    inputs = list(zip(closed.jaxpr.invars, batch, strict=True))
-    rows = next(shape_of(v)[0] for v, of_batch in inputs if of_batch)
-    facts = [RowFact(dim=0 if of_batch else None) for _, of_batch in inputs]
-    made = _Rows(rows, everywhere=True).run(closed, facts)
-    pairs = zip(made, closed.jaxpr.outvars, strict=True)
-    return [fact.dim == 0 and shape_of(v)[0] == rows for fact, v in pairs]
-
-
 class _Rows(Forward[RowFact]):
     """The lattice of `RowFact`, for a number of rows.
-
-    Args:
-      rows: The number.
-      everywhere: True to follow the rows through loops of unknown length and operations without a
-        rule too.
 
     Attributes:
       mixed: Operations that combine rows of one device.
     """
 
-    def __init__(self, rows: int, *, everywhere: bool = False):
+    def __init__(self, rows: int):
         super().__init__()
-        self._rows, self._everywhere = rows, everywhere
+        self._rows = rows
         self.mixed: list[jex.JaxprEqn] = []
 
     def unknown(self) -> RowFact:
@@ -231,8 +202,6 @@ class _Rows(Forward[RowFact]):
         return state
 
     def while_loop(self, eqn: jex.JaxprEqn, values: list[RowFact]) -> Sequence[RowFact]:
-        if self._everywhere:
-            return super().while_loop(eqn, values)
         return [self.unknown()] * len(eqn.outvars)
 
     def join(self, one: RowFact, other: RowFact) -> RowFact:
@@ -288,29 +257,11 @@ class _Rows(Forward[RowFact]):
         name, dims = eqn.primitive.name, [f.dim for f in values]
         if name == "gather":
             looked_up = enumerate(index_dims(eqn))
-            made: list[Dim] = [next((d for at, d in looked_up if at == dims[1]), None)]
-        elif name == "concatenate" and dims[0] is None:
+            return [next((d for at, d in looked_up if at == dims[1]), None)]
+        if name == "concatenate" and dims[0] is None:
             dim = next((d for d in dims if d is not None), None)
-            made = [None if dim == eqn.params["dimension"] else dim]
-        else:
-            made = sharded_dims(eqn, dims)
-        return self._kept(eqn, made) if self._everywhere and 0 in dims else made
-
-    def _kept(self, eqn: jex.JaxprEqn, dims: list[Dim]) -> list[Dim]:
-        """Returns the dims, and dim 0 for operations without a rule if it has as many elements."""
-        name = eqn.primitive.name
-        known = name.startswith(("reduce_", "arg")) or name in _KNOWN
-        # The rows of updates that a scatter adds to elements along dim 0 are added up.
-        numbers = eqn.params.get("dimension_numbers") if name.startswith("scatter") else None
-        if known or 0 in getattr(numbers, "inserted_window_dims", ()):
-            return dims
-        if name == "reshape":  # one row: a dim of one element may be anywhere
-            return [0] if self._rows == 1 else dims
-        shapes = map(shape_of, eqn.outvars)
-        return [
-            0 if (d is None or name == "gather") and s[:1] == (self._rows,) else d
-            for d, s in zip(dims, shapes, strict=True)
-        ]
+            return [None if dim == eqn.params["dimension"] else dim]
+        return sharded_dims(eqn, dims)
 
     def _scaled(self, eqn: jex.JaxprEqn, values: list[RowFact], base: RowFact) -> RowFact:
         """Returns the fact of a result, except for its dim."""

@@ -40,8 +40,8 @@ class Traced:
       weighted: True if the loss is a `Weighted`.
       aux: Shapes of the aux.
       kinds: For each leaf of the aux how it is combined, see `losses`.
-      undifferentiable: Text that names the parameters which a loop of unknown length reads, if the
-        loss depends on its results; "" if there is no such loop.
+      undifferentiable: Text that names the parameters which loops of unknown length read; "" if
+        there is no such loop.
       captured: Floats under an outer trace that the loss closes over: the last inputs.
       from_outside: Returns the same loss where more than trained parameters has a derivative:
         everything, or everything and the aux; see `outside.py`.
@@ -114,7 +114,11 @@ def trace(
     # Keys are folded with the device; other extras are the same everywhere.
     keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(extras)]
     varying = [*[False] * len(names), *[True] * count, *keys, *[False] * len(captured)]
-    kinds = _kinds(closed, aux, varying, of_batch, batch_axes(settings.mesh))
+
+    def longer(rows: PyTree) -> PyTree:
+        return _program(settings, loss_fn, full, rows, extras, has_aux)[2]
+
+    kinds = _kinds(closed, aux, varying, rows, longer, batch_axes(settings.mesh))
     stage = functools.partial(_on_a_device, settings.mesh)
     policy = policies.parse(settings.remat)
 
@@ -239,7 +243,10 @@ def _check_weight(closed: jex.ClosedJaxpr, trained: Sequence[bool]) -> None:
 
 
 class _DifferentiatedLoops(HasGradient):
-    """Finds whether a gradient flows through a loop of unknown length, where JAX has none."""
+    """Finds loops of unknown length whose results depend on trained leaves.
+
+    JAX has no gradient of them; the loss may not need one.
+    """
 
     found = False
 
@@ -248,16 +255,13 @@ class _DifferentiatedLoops(HasGradient):
         self.found |= any(has and is_float(v) for has, v in zip(made, eqn.outvars, strict=True))
         return made
 
-    def cond(self, eqn: jex.JaxprEqn, values: list[bool]) -> Sequence[bool]:
-        # Results of a branch that the loss does not depend on are not stopped.
-        return self.default(eqn, values)
-
 
 def _kinds(
     closed: jex.ClosedJaxpr,
     aux: PyTree,
     varying: Sequence[bool],
-    of_batch: Sequence[bool],
+    rows: PyTree,
+    aux_of: Callable[[PyTree], PyTree],
     axes: Sequence[str],
 ) -> list[str]:
     """Returns how each leaf of the aux is combined over devices."""
@@ -266,4 +270,36 @@ def _kinds(
         return []
     leaves = [(jax.tree_util.keystr(path), like) for path, like in named]
     differs = Varies(axes).run(closed, varying)[2:]
-    return losses.kinds_of(leaves, differs, over_rows.have_rows(closed, of_batch)[2:])
+    count = jax.tree.leaves(rows)[0].shape[0]
+    have_rows = [like.shape[:1] == (count,) for _, like in leaves]
+    if any(have_rows):
+        unsure = [name for (name, _), has in zip(leaves, have_rows, strict=True) if has]
+        have_rows = _grow_with_the_batch(leaves, rows, aux_of, unsure)
+    return losses.kinds_of(leaves, differs, have_rows)
+
+
+def _grow_with_the_batch(
+    leaves: Sequence[tuple[str, jax.ShapeDtypeStruct]],
+    rows: PyTree,
+    aux_of: Callable[[PyTree], PyTree],
+    unsure: Sequence[str],
+) -> list[bool]:
+    """Returns True for each aux leaf whose dim 0 doubles if the rows do.
+
+    Only a loss with an aux leaf as long as a micro-batch is traced this second time. Rows cannot be
+    followed through every operation, and those that are missed would be averaged over devices.
+    """
+    count = jax.tree.leaves(rows)[0].shape[0]
+    double = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype), rows
+    )
+    try:
+        likes = jax.tree.leaves(aux_of(double))
+    except Exception as error:  # any that the user's loss raises
+        raise ValueError(
+            f"aux {', '.join(unsure)}: dim 0 is as long as a micro-batch ({count} rows), but the "
+            f"loss cannot be traced with {2 * count} rows. Write the loss for any number of rows, "
+            f"or return values other than rows as aux[None]. The error of that trace: {error}"
+        ) from error
+    pairs = zip(leaves, likes, strict=True)
+    return [x.shape[:1] == (count,) and y.shape[:1] == (2 * count,) for (_, x), y in pairs]

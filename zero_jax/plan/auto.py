@@ -5,7 +5,7 @@ than the limit is dropped, and so is one that no program that fits can be slower
 (`Candidate.no_worse`). Any other is compiled. Of the programs that fit the one with the shortest
 modelled step is chosen, of steps within `TIE` of it the smallest one. On devices without a modelled
 step time the first program that fits is chosen. Stages 1 to 3 store the same
-shards, so an `AutoStep` can choose after initialisation; where parameters and optimizer state are
+shards, so a `TrainStep` can choose after initialisation; where parameters and optimizer state are
 stored is then no part of the choice.
 """
 
