@@ -338,7 +338,7 @@ def _message(message: Any) -> Message:
     _check_renamed(message)
     known = {name: value for name, value in message.items() if value is not None}
     known["content"] = _text(known.get("content", ""), "content")
-    if calls := _decoded(message.get("tool_calls") or [], list, "tool_calls"):
+    if calls := _decoded(known.pop("tool_calls", None) or [], list, "tool_calls"):
         known["tool_calls"] = [_with_arguments(call, _as_object) for call in calls]
     return known
 
@@ -382,13 +382,14 @@ def arguments_in(messages: Messages) -> list[Mapping[str, Any]]:
 
 
 def _decoded(value: Any, kind: type, name: str) -> Any:
-    """Returns an object or a list of objects, decoded if it is JSON text."""
+    """Returns an object or a list of objects, decoded if it is JSON text; an empty one for null."""
     decoded = value
     if isinstance(value, str):
         try:
             decoded = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise ValueError(f'"{name}" is {_short(value)}, which is not JSON: {error}') from error
+    decoded = kind() if decoded is None else decoded
     parts = decoded if kind is list and isinstance(decoded, list) else [decoded]
     if not isinstance(decoded, kind) or not all(isinstance(part, dict) for part in parts):
         form = "an object" if kind is dict else "a list of objects"

@@ -9,6 +9,7 @@ Sections without data are left out.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
@@ -93,8 +94,15 @@ def compile_step(run: RunFolder) -> None:
             f"{run.path}: events.jsonl has no `predicted_total` to compare with: give a run that "
             "recorded one"
         )
-    devices = run.config["devices"]
-    config = parse(["--config", str(run.path / "config.yaml"), "--devices", str(devices)])
+    config = parse(["--config", str(run.path / "config.yaml")])
+    # The run decided these, if `--stage auto` left them open.
+    decided = {
+        name: run.config[name]
+        for name in ("stage", "grad_accum_steps", "remat", "devices")
+        if name in run.config
+    }
+    config = dataclasses.replace(config, memory_limit=None, **decided)
+    devices = config.devices
     join(config)
     if jax.device_count() != devices:
         raise ValueError(

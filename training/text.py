@@ -85,6 +85,8 @@ def load_tokens(source: str | os.PathLike[str] | None, vocab: int) -> Tokens:
     """
     if not 1 <= vocab < 2**31:
         raise ValueError(f"vocab={vocab}: it must be from 1 to 2**31 - 1, as batches are int32")
+    if source == "":
+        raise ValueError("the path of the text is empty: give a file or a folder")
     name, byte_level = "pydoc_data.topics", True
     if source is None:
         tokens: TokenArray = _read_builtin()

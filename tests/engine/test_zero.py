@@ -159,7 +159,8 @@ def test_aux_means_rows_sums_counters_and_keys(replica, k, stage, axis):
         aux = {
             "logits": logits, "mean": jnp.mean(logits), "spread": logits.mean(0),
             "channels": x.mean(0),  # as long as the rows of a device where k is 1, and no rows
-            "rows": x.mean(1), "each": jax.lax.map(total_over_time, x), "n": count + 1, "right": total((x[:, 0] > 0).sum()) if k == 1 else 0,
+            "rows": x.mean(1), "each": jax.lax.map(total_over_time, x), "n": count + 1,
+            "right": total((x[:, 0] > 0).sum()) if k == 1 else 0,
             "key": jax.random.key(5)}  # fmt: skip
         return jnp.mean(logits**2), aux
 

@@ -142,6 +142,9 @@ def test_tools_and_other_variables_reach_the_template(tokenizer_for, tmp_path):
     ways = [tokenizer.document(x)[0] for x in (known | {"tools": json.dumps(TOOLS)}, pair)]
     for ids in (*ways, data.prompt(127)):
         assert tokenizer.decode(ids).startswith("<|im_start|>system\nTools: weather<|im_end|>")
+    empty = [message | {"tool_calls": "[]"} for message in messages]
+    none = {"messages": empty, "tools": "null", "chat_template_kwargs": "null"}
+    assert [*tokenizer.document(none)[0]] == [*tokenizer.document({"messages": messages})[0]]
     record = {"messages": messages, "chat_template_kwargs": {"shout": "so"}}
     for _ in range(2):
         assert tokenizer.decode(tokenizer.document(record)[0]).startswith("so: <|im")
