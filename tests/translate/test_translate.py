@@ -21,66 +21,7 @@ from zero_jax.translate import command
 from zero_jax.translate.command import main, translate
 
 DATA, ROOT = pathlib.Path(__file__).parent / "data", pathlib.Path(__file__).parents[2]
-BF16 = {"precision": "bf16", "reduce": "bf16"}  # FSDP and DeepSpeed reduce gradients in it
-FP16 = {"precision": "fp16", "unsupported": ["fp16.hysteresis"]}  # DeepSpeed waits for two
-CP, SP = (f"parallelism_config.parallelism_config_{name}_size" for name in ("cp", "sp"))
-SEQUENCE = "seq_parallel_communication_data_type"
-FIRST, BOTH = {"offload": "optimizer"}, {"offload": "optimizer,params"}
-
-EXPECTED = {  # stage, devices (of --devices for a JSON), and all else; DDP sums in fp32
-  "accelerate": {
-    "trl_multi_gpu.yaml": (0, 8, {"precision": "bf16"}), "accelerate_multi_node.yaml": (0, 8, {}),
-    "trl_deepspeed_zero1.yaml": (1, 8, BF16), "trl_deepspeed_zero2.yaml": (2, 8, BF16),
-    "trl_deepspeed_zero3.yaml": (3, 8, BF16), "accelerate_fsdp.yaml": (3, 2, BF16),
-    "trl_fsdp1.yaml": (3, 8, BF16), "trl_fsdp2.yaml": (3, 8, BF16),
-    "accelerate_tp_hsdp.yaml": (3, 8, dict(BF16, mesh={"replica": 2, "data": 2, "model": 2})),
-    "trl_context_parallel_2gpu.yaml": (3, 2, dict(BF16, remat="block", unsupported=[CP])),
-    "trl_alst_ulysses_4gpu.yaml": (3, 4, dict(BF16, unsupported=[SP])),
-    "sp-alst.accelerate-config.yml": (
-        3, 4, dict(BF16, batch=4 * 8, unsupported=[f"sp-alst.ds-config.json: {SEQUENCE}"])),
-    "sp-alst.ds-config.json": (3, 4, dict(BF16, batch=32, unsupported=[SEQUENCE])),
-    "accelerate_fp8.yaml": (
-        0, 2, dict(precision="bf16", unsupported=["mixed_precision", "fp8_config.*"])),
-    "accelerate_invalid_keys.yaml": (0, 1, dict(unknown=["invalid_key", "another_invalid_key"])),
-  },
-  "deepspeed": {  # 8 rows a device, 5e-5, no decay and a norm of 1 are the Trainer's
-    "accelerate_zero1.json": (1, 8, dict(FP16, batch=64, scale=(2.0**16, 1000), train=dict(
-        optimizer="adamw", learning_rate=5e-5, max_grad_norm=1.0))),
-    "accelerate_zero3_offload.json": (3, 8, dict(FP16, batch=64, **BOTH)),
-    "accelerate_tests_zero2.json": (2, 8, dict(FIRST, batch=64, train={"weight_decay": 0.0})),
-    "transformers_zero2.json": (
-        2, 4, dict(FIRST, batch=32, train=dict(optimizer="adamw", learning_rate=5e-5))),
-    "transformers_zero3.json": (3, 8, dict(BOTH, batch=64)),
-    "transformers_zero3_2021.json": (  # without gradient_clipping there is none
-        3, 8, dict(FP16, **BOTH, train=dict(
-            max_grad_norm=0, learning_rate=3e-5, weight_decay=3e-7))),
-    "axolotl_zero1_torch_compile.json": (1, 8, dict(batch=64)),
-    "axolotl_zero2.json": (2, 8, dict(FIRST, batch=64)),
-    # DeepSpeed moves the 2Ψ/N of bf16; the 12Ψ/N of fp32 stay on the device there, as here.
-    "axolotl_zero3_bf16_cpuoffload_params.json": (3, 8, dict(BF16, batch=64)),
-    # Activations are sharded over a model axis, which the file does not have.
-    "deepspeed_gpt2_zero2_gas3.json": (2, 8, dict(
-        precision="fp16", grad_accum_steps=3, batch=8 * 3 * 8, remat="block", unsupported=[
-            "fp16.hysteresis", "activation_checkpointing.partition_activations"])),
-    "deepspeed_gpt2_zero2_offload.json": (2, 4, dict(FP16, **FIRST, batch=4)),
-    "deepspeed_torch_compile_z3.json": (
-        3, 8, dict(BF16, batch=8, train=dict(
-            optimizer="adamw", learning_rate=1e-3, max_grad_norm=1.0))),
-    "examples_bert_lamb.json": (0, 64, dict(
-        precision="fp16", grad_accum_steps=65536 // 64 // 64, batch=65536,
-        train=dict(optimizer="lamb", learning_rate=0.011, weight_decay=0.01), unsupported=[
-            "sparse_attention.*", "*.bias_correction", "*.max_coeff", "*.min_coeff"])),
-    "examples_bert_01adam.json": (0, 64, dict(
-        precision="fp16", grad_accum_steps=4, batch=4096, unsupported=[
-            "optimizer.type", "*.bias_correction", "*.var_freeze_step", "*.local_step_scaler",
-            "*.comm_backend_name"])),
-    "examples_imagenet_z1.json": (
-        1, 8, dict(precision="fp16", batch=256, train={"max_grad_norm": 0})),
-    "examples_gpt2_w8a8.json": (
-        0, 2, dict(precision="fp16", batch=8, unsupported=["compression_training.*"])),
-  },
-}  # fmt: skip
-FILES = {f"{folder}/{name}": row for folder in EXPECTED for name, row in EXPECTED[folder].items()}
+FILES = yaml.safe_load((DATA / "expected.yaml").read_text())  # what each becomes
 
 
 def run(made):
@@ -116,22 +57,23 @@ def test_every_file_is_judged_and_has_a_licence_and_jax_is_not_imported():
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_becomes_what_is_expected_and_each_key_is_listed_once(name):
-    stage, devices, more = FILES[name]
-    text, is_json = (DATA / name).read_text(), name.endswith(".json")
+    more = {"precision": "fp32", "reduce": "fp32", "remat": "none", "grad_accum_steps": 1}
+    more |= FILES[name]
+    devices, text, is_json = more["devices"], (DATA / name).read_text(), name.endswith(".json")
     made, rows = translate(text, str(DATA / name), devices if is_json else None)
     zero, settings = run(made)["zero"], train(made)
     mesh, offload = more.get("mesh", {"data": devices}), more.get("offload")
-    expected = zero_jax.Precision(more.get("precision", "fp32"), more.get("reduce", "fp32"))
+    expected = zero_jax.Precision(more["precision"], more["reduce"])
     for one in zero.config, settings:
-        assert (one.stage, one.grad_accum_steps) == (stage, more.get("grad_accum_steps", 1))
-        assert str(one.remat) == more.get("remat", "none")
+        assert (one.stage, one.grad_accum_steps) == (more["stage"], more["grad_accum_steps"])
+        assert str(one.remat) == more["remat"]
     assert config.mesh_sizes(settings.mesh) == mesh
     assert {**zero.mesh.shape, "data": 0} == {**mesh, "data": 0}
     precision = zero.config.precision
     assert (precision.compute, precision.reduce) == (expected.compute, expected.reduce)
     assert zero_jax.Precision(settings.compute_dtype, settings.reduce_dtype) == expected
     if "scale" in more:
-        assert (precision.initial_scale, precision.growth_interval) == more["scale"]
+        assert [precision.initial_scale, precision.growth_interval] == more["scale"]
     assert (settings.offload, str(zero.config.offload)) == (offload, offload or "none")
     assert made["global_batch_size"] == more.get("batch")
     assert settings.global_batch_size == more.get("batch", 16)
