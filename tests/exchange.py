@@ -9,6 +9,7 @@ from flax import nnx
 
 import zero_jax
 from zero_jax import interchange
+from zero_jax.commands.checkpoint import main
 from zero_jax.models import families, gpt
 
 ATOL = 1e-4  # of logits in fp32, whose sums come in another order
@@ -48,6 +49,16 @@ def save(folder, tree, config=None, step=1):
     with zero_jax.Checkpoints(folder) as checkpoints:
         checkpoints.save(step, tree, config=config)
     return folder
+
+
+def exported_in_files(folder, config):
+    """Parameters on 4 devices, their checkpoint of step 3, and that exported in several files."""
+    params = zero_on(4).shard(noisy(config))
+    tree = params, {"mu": jax.tree.map(np.zeros_like, noisy(config))}
+    save(folder / "in", tree, {"heads": config.heads}, step=3)
+    args = ["export", str(folder / "in"), str(folder / "out"), "--max-file-bytes", "3e3"]
+    assert main(args) == 0
+    return params, folder / "in", folder / "out"
 
 
 def built(config, params):

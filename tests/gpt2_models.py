@@ -5,9 +5,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from exchange import GPTS, noisy, save, zero_on
-
-from zero_jax.commands.checkpoint import main
+from exchange import GPTS, exported_in_files
 
 
 def tokens_of(config):
@@ -39,14 +37,8 @@ def by_transformers(folder):
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory):
     """By name of the config: a folder in several files, exported from 4 devices."""
-    made = {}
-    for name, config in GPTS.items():
-        out = tmp_path_factory.mktemp("gpt2")
-        save(out / "in", zero_on(4).shard(noisy(config)), {"heads": config.heads})
-        args = ["export", str(out / "in"), str(out / "out"), "--max-file-bytes", "3e3"]
-        assert main(args) == 0
-        made[name] = out / "out"
-    return made
+    folder = tmp_path_factory.mktemp
+    return {name: exported_in_files(folder("gpt2"), own)[2] for name, own in GPTS.items()}
 
 
 @pytest.fixture(scope="session")

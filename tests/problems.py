@@ -108,31 +108,40 @@ def zoo_params(tiny):
 PROBLEMS = {"gpt": gpt_problem, "resnet": resnet_problem, "zoo": zoo_problem}
 
 
-def train_plain(problem, tx, steps):
-    """Returns the losses and final parameters of plain optax on one device, in fp32."""
+def plain_steps(problem, tx, steps):
+    """Returns (loss, gradient norm, aux) of each step of plain optax on one device, in fp32, and
+    the parameters after the last."""
 
     @jax.jit
     def step(params, state, extras):
         def objective(params):
             out = problem.loss(params, problem.batch, *extras)
-            value, aux = out if problem.has_aux else (out, None)
+            value, aux = out if problem.has_aux else (out, 0.0)
             return value[0] / value[1] if isinstance(value, tuple) else value, aux
 
         (loss, aux), grads = jax.value_and_grad(objective, has_aux=True)(params)
         updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss, (aux,) if aux else extras
+        return optax.apply_updates(params, updates), state, (loss, optax.tree.norm(grads), aux)
 
     params, extras = jax.tree.map(jnp.asarray, problem.start), problem.extras
-    state, losses = tx.init(params), []
+    state, seen = tx.init(params), []
     for _ in range(steps):
-        params, state, loss, extras = step(params, state, extras)
-        losses.append(float(loss))
-    return losses, params
+        params, state, one = step(params, state, extras)
+        extras = one[2:] if extras else ()
+        seen.append(one)
+    return seen, params
 
 
-def train_zero(problem, tx, steps, n, replica=1, **settings):
-    """Runs the same under Zero on the first n devices of each replica; returns the Zero too."""
-    mesh = zero_jax.make_mesh(replica=replica, devices=jax.devices()[: n * replica])
+def train_plain(problem, tx, steps):
+    """Returns the losses and final parameters of plain optax on one device, in fp32."""
+    seen, params = plain_steps(problem, tx, steps)
+    return [float(loss) for loss, _, _ in seen], params
+
+
+def train_zero(problem, tx, steps, n, replica=1, model=1, **settings):
+    """Runs the same under Zero on the first n x replica x model devices; returns the Zero too."""
+    devices = jax.devices()[: n * replica * model]
+    mesh = zero_jax.make_mesh(replica=replica, model=model, devices=devices)
     zero = zero_jax.Zero(mesh, **settings)
     params, tx = zero.shard(problem.start), zero.optimizer(tx)
     step = zero.train_step(problem.loss_on_mesh or problem.loss, tx, has_aux=problem.has_aux)
@@ -154,6 +163,13 @@ def ulps(got, want) -> float:
             assert np.isfinite(a).all()
             worst = max(worst, float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)))
     return worst / float(np.finfo(np.float32).eps)
+
+
+def compare(got, want, bound):
+    """Asserts that losses and parameters of two runs differ by less than so many ulps."""
+    assert ulps(jnp.array(got[0]), jnp.array(want[0])) < bound
+    assert ulps(got[1], want[1]) < bound
+    assert want[0][-1] < want[0][0], "a run that does not learn compares little"
 
 
 def whole(tree) -> dict[str, np.ndarray]:

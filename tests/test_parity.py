@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from problems import PROBLEMS, ROWS, Problem, train_plain, train_zero, ulps, zoo_problem
+from problems import PROBLEMS, ROWS, Problem, compare, train_plain, train_zero, ulps, zoo_problem
 
 import zero_jax
 from zero_jax.models import optimizers
@@ -80,11 +80,7 @@ def plain(name, tx):
 
 
 def assert_parity(name, tx, n, **settings):
-    losses, params, _ = train_zero(problem(name), tx, STEPS, n, **settings)
-    want = plain(name, tx)
-    assert ulps(jnp.array(losses), jnp.array(want[0])) < ULPS
-    assert ulps(params, want[1]) < ULPS
-    assert want[0][-1] < want[0][0], "a run that does not learn compares little"
+    compare(train_zero(problem(name), tx, STEPS, n, **settings), plain(name, tx), ULPS)
 
 
 # Problem, N, stage, micro-batches and remat; with -m slow every N and stage.

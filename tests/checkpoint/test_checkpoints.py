@@ -29,9 +29,10 @@ SMALL = small_problem()
 EVEN_GPT = dataclasses.replace(ODD_GPT, width=16, heads=4, vocab=20)  # a model axis divides it
 
 
-def zero_on(n, stage=3, model=1, **settings):
-    mesh = zero_jax.make_mesh(model=model, devices=jax.devices()[: n * model])
-    return zero_jax.Zero(mesh, stage, **settings)
+def zero_on(n, stage=3, model=1, replica=1, **settings):
+    devices = jax.devices()[: n * model * replica]
+    mesh = zero_jax.make_mesh(replica=replica, model=model, devices=devices)
+    return zero_jax.Zero(mesh, stage, secondary_shards=replica > 1, **settings)
 
 
 def like(zero, made, tx=ADAMW):
@@ -52,11 +53,12 @@ def filled(made, tx=ADAMW):
 
 
 MASTERS = "optimizer,params"
-# Devices on `data`, stage, devices on `model`, offload: each restores the checkpoint before. The
-# states of Adafactor and Muon have other shapes than the parameters.
+# Devices on `data`, stage, devices on `model`, offload, perhaps replicas with parts of shards: each
+# restores the checkpoint before. The states of Adafactor and Muon have other shapes than the
+# parameters.
 PLACES = {
     "zoo": [(8, 2, 1, None), (3, 3, 1, MASTERS), (1, 0, 1, None), (5, 1, 1, "optimizer"),
-            (4, 3, 1, None)],
+            (4, 3, 1, None), (3, 3, 1, None, 2), (4, 2, 1, None), (3, 3, 1, None, 2)],
     "even gpt": [(2, 0, 2, None), (1, 1, 2, None), (2, 3, 4, None), (4, 2, 2, MASTERS)],
     "adafactor": [(3, 3, 1, None), (2, 1, 1, None)], "muon": [(3, 3, 1, None), (2, 1, 1, None)],
 }  # fmt: skip
@@ -69,8 +71,9 @@ def test_bits_are_the_same_on_any_mesh_and_stage(tmp_path, name):
     want = filled(made, tx)
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         checkpoints.save(0, want, **more)
-        for step, (n, stage, model, offload) in enumerate(PLACES[name], 1):
-            back = checkpoints.restore(like(zero_on(n, stage, model, offload=offload), made, tx))
+        for step, (n, stage, model, offload, *replica) in enumerate(PLACES[name], 1):
+            zero = zero_on(n, stage, model, *replica, offload=offload)
+            back = checkpoints.restore(like(zero, made, tx))
             assert (back.step, back.config, back.extra) == (step - 1, *more.values())
             assert_bitwise(back.tree, want)
             checkpoints.save(step, back.tree, **more)

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from test_resume import RUN, curve, last_loss, trained_until, wait_for
-from test_train import finish, folder, metrics, start, start_many
+import small_runs as runs
+from small_runs import finish, folder, metrics, start, start_many, wait_for
 
 from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.distributed.watchdog import EXIT_CODE
@@ -18,7 +18,7 @@ __all__ = ["folder"]  # a fixture
 
 FAILING = str(Path(__file__).parents[1] / "failing_run.py")
 MANY = "--devices 2 --warmup-steps 2 --output-dir out --heartbeat-timeout-seconds 3"
-MANY = [*RUN, *MANY.split()]
+MANY = [*runs.RUN, *MANY.split()]
 FAILS = [(0, "step", False), (1, "step", True), (1, "save", False)]
 LONG = [*MANY, "--max-steps", "100000", "--save-steps", "5"]
 
@@ -27,7 +27,7 @@ LONG = [*MANY, "--max-steps", "100000", "--save-steps", "5"]
 def test_a_process_that_is_gone_ends_the_others_with_its_name(folder, rank, number):
     """A dead one at once, before JAX aborts the others; a stopped one after its timeout."""
     running = start_many(2, LONG)
-    wait_for(lambda: trained_until(5), running[0])
+    wait_for(lambda: runs.trained_until(5), running[0])
     addresses = [address for run in running for address in listening(run.pid)]
     gone, other = running[rank], running[1 - rank]
     gone.send_signal(number)
@@ -102,7 +102,7 @@ def test_a_signal_to_each_process_leaves_none_behind_and_the_command_resumes(
     args = [*LONG, "--supervise", "2", *(["--max-steps", "60"] if ends else [])]
     run = start(*args)
     saved = Path("out/checkpoints")
-    wait_for(lambda: trained_until(7) and any(p.name.isdigit() for p in saved.glob("*")), run)
+    wait_for(lambda: runs.trained_until(7) and any(p.name.isdigit() for p in saved.glob("*")), run)
     pids = children(run.pid)
     assert len(pids) == 2
     os.kill(run.pid if who == "supervisor" else pids[int(who[-1])], number)
@@ -117,7 +117,9 @@ def test_a_signal_to_each_process_leaves_none_behind_and_the_command_resumes(
     assert got == (0 if ends else 75 if code is None else code), error
     assert ("restarting 1 " in error) == (code is None), error
     if ends:
-        assert "Resuming from" in out and len(curve("out")) == 60 and last_loss("out") < 2.5
+        assert (
+            "Resuming from" in out and len(runs.curve("out")) == 60 and runs.last_loss("out") < 2.5
+        )
         return
     if code == 75:
         steps = [int(p.name) for p in saved.glob("[0-9]*")]

@@ -7,8 +7,8 @@ import unittest.mock
 from pathlib import Path
 
 import pytest
+from small_runs import folder
 from test_faults import is_running, wait_until
-from test_train import folder
 
 from training import main as program
 from training import orphans

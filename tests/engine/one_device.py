@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from problems import Problem, ulps
+from problems import Problem, plain_steps, ulps
 
 import zero_jax
 
@@ -36,25 +36,8 @@ def zero_on(sizes=4, stage=3, **settings):
 @functools.cache
 def alone(own, tx, steps):
     """Loss, gradient norm and sum of aux of each step, and the parameters after the last."""
-
-    def mean(params):
-        out = own.loss(params, own.batch)
-        loss, aux = out if own.has_aux else (out, 0.0)
-        return loss.sum / loss.weight if isinstance(loss, zero_jax.Weighted) else loss, aux
-
-    @jax.jit
-    def step(params, state):
-        (loss, aux), grads = jax.value_and_grad(mean, has_aux=True)(params)
-        updates, state = tx.update(grads, state, params)
-        seen = loss, optax.tree.norm(grads), jnp.sum(aux)
-        return optax.apply_updates(params, updates), state, seen
-
-    params, seen = jax.tree.map(jnp.asarray, own.start), []
-    state = tx.init(params)
-    for _ in range(steps):
-        params, state, one = step(params, state)
-        seen.append(one)
-    return np.asarray(seen, np.float64), params
+    seen, params = plain_steps(own, tx, steps)
+    return np.asarray([(loss, norm, jnp.sum(aux)) for loss, norm, aux in seen], np.float64), params
 
 
 def begun(own, sizes, tx=ADAM, **settings):

@@ -191,20 +191,6 @@ def test_shards_are_joined_once_a_step_and_layers_gathered_in_each_micro_batch()
     assert sent(twice, "all-gather")[0] > 1.9 * sent(once[2], "all-gather")[0]
 
 
-def test_a_checkpoint_of_states_over_replicas_is_restored_bitwise_on_other_meshes(tmp_path):
-    zero, step, (*states, batch) = begun(OWN, TWO_BY_THREE, secondary_shards=True)
-    states = tuple(step(*states, batch)[:2])
-    want = [zero.unshard(tree) for tree in (states[0], optax.tree.get(states[1], "mu"))]
-    elsewhere = (({"data": 4}, {"stage": 2}), (TWO_BY_THREE, {"secondary_shards": True}))
-    for at, (sizes, settings) in enumerate(elsewhere):
-        zero, _, (*like, _) = begun(OWN, sizes, **settings)
-        with zero_jax.Checkpoints(tmp_path) as store:
-            store.save(at, states)
-            states = store.restore(tuple(like), say=lambda _: None).tree
-        got = [zero.unshard(tree) for tree in (states[0], optax.tree.get(states[1], "mu"))]
-        jax.tree.map(np.testing.assert_array_equal, got, want)
-
-
 def test_states_take_the_bytes_of_all_devices():
     def held(sizes, **settings):
         leaves = jax.tree.leaves(begun(OWN, sizes, **settings)[2][:2])

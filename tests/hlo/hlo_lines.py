@@ -1,7 +1,5 @@
 """Instructions and computations as HLO text, of which the tests of the audit build programs."""
 
-from hlo_programs import snippet
-
 M, K, N = 4, 8, 16
 FLOPS = 2 * M * K * N  # of `product`
 ARGUMENTS = {"shard": "bf16[6]{0}", "a": f"f32[{M},{K}]{{1,0}}", "b": f"f32[{K},{N}]{{1,0}}"}
@@ -21,8 +19,12 @@ def computation(name, shapes, *lines):
 
 def program(shapes, *lines, computations=(), header="num_partitions=8"):
     """A module whose entry computation has parameters of these shapes; the last line returns."""
+    parts = [f"HloModule m, is_scheduled=true, {header}\n", "%add (a: f32[], b: f32[]) -> f32[] {"]
+    parts += ["  %a = f32[] parameter(0)", "  %b = f32[] parameter(1)"]
+    parts += ["  ROOT %sum = f32[] add(%a, %b)\n}\n", *computations]
     *body, last = [*parameters(shapes), *lines]
-    return snippet([*body, f"ROOT {last}"], *computations, header=header)
+    entry = "\n  ".join(["ENTRY %main (p: f32[]) -> f32[] {", *body, f"ROOT {last}"])
+    return "\n".join([*parts, entry, "}\n"])
 
 
 def loop(name, state, init, body, results=(), trips=8, condition=()):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from hlo_lines import ARGUMENTS, FLOPS, computation, product, program
-from hlo_programs import compile_on_8
+from test_hlo import compile_on
 
 from zero_jax.hlo import hlo_text
 from zero_jax.hlo.flops import Flops
@@ -59,7 +59,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_flops_of_programs_are_their_closed_form(name):
     f, shapes, want = PROGRAMS[name]
-    assert flops_of(compile_on_8(f, *map(jnp.ones, shapes)).as_text()) == want
+    assert flops_of(compile_on({"data": 8}, f, *map(jnp.ones, shapes)).as_text()) == want
 
 
 # Spellings of the GPU compiler; of convolutions one set of labels, that of the forward one.

@@ -8,14 +8,21 @@ import jax
 import jax.numpy as jnp
 import pytest
 from hlo_lines import ARGUMENTS, FLOPS, GATHERED, computation, gather, loop, product, program
-from hlo_programs import compile_on, compile_on_8, make_mesh, snippet, the_only
 
 from zero_jax.hlo import auditor, replica_groups
 
 # Programs of eight CPU devices: kinds, axes, loops and branches.
 
+P = jax.sharding.PartitionSpec()
 CUBE = {"replica": 2, "data": 2, "model": 2}
 OUTER, MIDDLE, INNER, S = 5, 3, 2, 12
+
+
+def compile_on(axes, f, *arrays, in_specs=P, out_specs=P):
+    types = (jax.sharding.AxisType.Auto,) * len(axes)
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types)
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.jit(mapped).lower(*arrays).compile()
 
 
 @functools.cache
@@ -41,7 +48,7 @@ def on_a_cube():
         loss = jax.lax.psum(x[0], ("replica", "data", "model"))
         return jax.lax.psum(jnp.cos(x), ("replica", "data")), swapped, ring, loss
 
-    return compile_on(make_mesh(tuple(CUBE.values()), tuple(CUBE)), f, jnp.ones(S))
+    return compile_on(CUBE, f, jnp.ones(S))
 
 
 def test_collectives_in_nested_loops_along_every_axis_send_their_closed_form():
@@ -79,7 +86,7 @@ def test_each_branch_counts_as_taken_and_words_of_an_unknown_trip_count_are_an_e
         unknown = jax.lax.scan(lambda x, _: (until(x), None), x, None, length=4)[0]
         return either, jax.lax.fori_loop(0, 7, maybe, x), unknown
 
-    report = auditor.audit(compile_on_8(f, jnp.ones(4)))
+    report = auditor.audit(compile_on({"data": 8}, f, jnp.ones(4)))
     known = [c for c in report.collectives if c.runs]
     assert sorted((c.runs, c.conditional, c.sent_elements) for c in known) == [
         *[(1, True, 2 * 4)] * 2, (7, True, 7 * 2 * 4)]  # fmt: skip
@@ -172,7 +179,7 @@ SPELLINGS = {
 def test_spellings_of_the_gpu_compiler(name):
     line, want = SPELLINGS[name]
     to_host = SEND.replace("%s", "%h") + ", channel_id=2, is_host_transfer=true"
-    c = the_only(program(LETTERS, line, to_host))
+    (c,) = auditor.collectives(program(LETTERS, line, to_host))
     assert {key: getattr(c, key) for key in want} == want
 
 
@@ -281,7 +288,7 @@ ERRORS = [
     (lambda: auditor.assert_communication(audited([product("y")]), 3.0), "num_params"),
     (lambda: auditor.audit(types.SimpleNamespace(memory_analysis=lambda: None)), "memory"),
     (lambda: auditor.collectives(""), "ENTRY"),
-    (lambda: auditor.collectives(snippet(["something new"])), "something new"),
+    (lambda: auditor.collectives(program({}, "something new")), "something new"),
     (lambda: audited(["%r = f32[4,8] all-reduce(%a), replica_groups=x"]), r"\br\b.*\bx\b"),
 ]
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from exchange import GPTS, abstract, loaded, noisy, save, zero_on
+from exchange import GPTS, abstract, exported_in_files, loaded, noisy, save, zero_on
 from problems import assert_bitwise
 
 from zero_jax import interchange
@@ -30,15 +30,8 @@ def run(*args):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """By name of the config: parameters, their checkpoint, and that exported in several files."""
-    made = {}
-    for name, config in GPTS.items():
-        folder, params = tmp_path_factory.mktemp("gpt2"), zero_on(4).shard(noisy(config))
-        tree = params, {"mu": jax.tree.map(np.zeros_like, noisy(config))}
-        save(folder / "in", tree, {"heads": config.heads}, step=3)
-        assert run("export", folder / "in", folder / "out", "--max-file-bytes", "3e3") == 0
-        made[name] = params, folder / "in", folder / "out"
-    return made
+    folder = tmp_path_factory.mktemp
+    return {name: exported_in_files(folder("gpt2"), own) for name, own in GPTS.items()}
 
 
 @pytest.fixture

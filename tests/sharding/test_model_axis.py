@@ -14,11 +14,13 @@ import pytest
 from flax import linen as nn
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from problems import ROWS, Problem, gpt_problem, train_plain, ulps
+from problems import ROWS, Problem, compare, gpt_problem, train_plain, train_zero
 
 import zero_jax
 from zero_jax.hlo import auditor
 from zero_jax.models import gpt
+from zero_jax.offload.tiers import Offload
+from zero_jax.remat import policies
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.model_axis import ModelAxis
 from zero_jax.sharding.partition import Partitioner
@@ -51,30 +53,67 @@ def mesh_of(n, mp, replica=1):
     return zero_jax.make_mesh(replica=replica, model=mp, devices=jax.devices()[: n * mp * replica])
 
 
-def train(name, mesh, **settings):
-    zero = zero_jax.Zero(mesh, param_specs=PROBLEMS[name][1], **settings)
-    params, tx = zero.shard(problem(name).start), zero.optimizer(ADAM)
-    step = zero.train_step(problem(name).loss, tx)
-    state, losses = tx.init(params), []
-    for _ in range(STEPS):
-        params, state, metrics = step(params, state, problem(name).batch)
-        losses.append(float(metrics.loss))
-    return losses, zero.unshard(params)
+def train(name, n, mp, replica=1, **settings):
+    settings |= {"param_specs": PROBLEMS[name][1]}
+    return train_zero(problem(name), ADAM, STEPS, n, replica, mp, **settings)
 
 
-SEQUENCE = {"sequence_parallel": True, "remat": "block"}
-TRAINED = [("linen", (4, 2), {"stage": 1}), ("gpt", (2, 4), {"stage": 3, **SEQUENCE})]
-TRAINED += [pytest.param("gpt", (2, 2), {"stage": 2, **SEQUENCE}, marks=pytest.mark.slow)]
+BLOCK, PARTS = {"remat": "block"}, {"remat": "block@partitioned"}
+SEQUENCE, ON_HOST = {"sequence_parallel": True}, {"offload": "optimizer"}
+PIECES = {"offload": Offload(optimizer=True, params=True, piece_bytes=4096)}
+TRAINED = [  # problem, (data, model) or with replicas, and settings
+    ("linen", (4, 2), {"stage": 1}), ("gpt", (2, 4), {"stage": 3} | SEQUENCE | BLOCK),
+    ("linen", (2, 2), {"stage": 2} | PARTS),  # unrolled
+    ("linen", (2, 2), {"stage": 3, "remat": "block_sqrt"}),
+    *(pytest.param(*run, marks=pytest.mark.slow) for run in (
+        *(("gpt", (2, 2), zero_jax.paper_config(name)) for name in ("c1", "c2", "c3", "c4", "c5")),
+        ("gpt", (2, 2), {"stage": 2} | SEQUENCE | BLOCK),
+        ("gpt", (2, 2), {"stage": 1} | PARTS | ON_HOST),
+        ("gpt", (2, 4), {"remat": "block_sqrt@partitioned", "bucket_bytes": 256}),
+        ("gpt", (2, 4), {"remat": "block@partitioned+host"} | PIECES),
+        ("gpt", (2, 2), {"remat": "dots", "grad_accum_steps": 2} | ON_HOST),
+        ("gpt", (4, 2), {"offload": "activations"} | BLOCK),
+        ("gpt", (2, 2), {"remat": "block@host"} | SEQUENCE | PIECES),
+        ("gpt", (2, 2, 2), PARTS | PIECES)))]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "sizes", "settings"), TRAINED, ids=str)
 def test_training_equals_one_device(name, sizes, settings):
-    """On (data, model). All of the product: tests/cross_product.py."""
-    want = plain(name)
-    losses, params = train(name, mesh_of(*sizes), **settings)
-    assert ulps(jnp.array(losses), jnp.array(want[0])) < ULPS
-    assert ulps(params, want[1]) < ULPS
-    assert want[0][-1] < want[0][0], "a run that does not learn compares little"
+    """With remat, buckets, host memory and replicas. All stages and meshes: cross_product.py."""
+    compare(train(name, *sizes, **{"stage": 3} | settings), plain(name), ULPS)
+
+
+@pytest.mark.slow
+def test_steps_hold_equal_bytes_and_delete_donated_states():
+    zero = zero_jax.Zero(mesh_of(2, 2), stage=3, remat="block", **PIECES)
+    params, tx = zero.shard(problem("gpt").start), zero.optimizer(ADAM)
+    state, step = tx.init(params), zero.train_step(problem("gpt").loss, tx)
+    sizes = []
+    for _ in range(20):
+        before = jax.tree.leaves((params, state))
+        params, state, _ = jax.block_until_ready(step(params, state, problem("gpt").batch))
+        sizes.append(sum(x.nbytes for x in jax.live_arrays()))
+        assert all(x.is_deleted() for x in before)
+    assert len(set(sizes[2:])) == 1
+
+
+def test_configurations_are_those_of_table_3_of_the_paper():
+    remat = "block", "block@partitioned", "block@partitioned+host"
+    rows = {"c1": (1, 0), "c2": (1, 1), "c3": (2, 0), "c4": (2, 1), "c5": (2, 2)}
+    rows["zero-100b"] = (2, 1)
+    want = {name: {"stage": stage, "remat": remat[pa]} for name, (stage, pa) in rows.items()}
+    assert {name: dict(zero_jax.paper_config(name)) for name in want} == want
+
+
+def test_host_memory_for_activations_is_a_remat_policy():
+    sequence = {"sequence_parallel": True, "remat": "block@partitioned"}
+    auto = {"stage": "auto", "remat": "block", "offload": "activations"}
+    for settings in (sequence, auto, {"remat": "dots", "offload": "activations"}):
+        with pytest.raises(ValueError, match="remat"):
+            zero_jax.Zero(mesh_of(2, 2), **settings)
+    zero = zero_jax.Zero(mesh_of(2, 2), remat="block", offload="activations")
+    assert zero.config.remat == "block@host"
+    assert policies.on_host("block_sqrt@partitioned") == "block_sqrt@partitioned+host"
 
 
 def test_each_device_stores_its_shard_of_both_axes():
