@@ -29,8 +29,8 @@ gc.set_threshold(200_000, 20, 1000)
 
 SYSTEM = platform.system()
 
-FIXTURES = {"interchange": "gpt2_models", "compile": "compiled_once"}
-NEED_TORCH = ("test_export", "test_families", "test_masks_of_trl", "test_peers")
+FIXTURES = {"interchange": "families", "compile": "compiled_once"}
+NEED_TORCH = ("test_families", "test_masks_of_trl", "test_peers")
 
 
 def pytest_addoption(parser):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from problems import zero_on
 
 import zero_jax
 from zero_jax import interchange
@@ -31,13 +32,8 @@ def noisy(config, dtype=jnp.float32):
     return jax.tree.map(lambda x: (x + 0.3 * rng.normal(size=x.shape)).astype(dtype), start)
 
 
-def zero_on(n, stage=3, model=1):
-    mesh = zero_jax.make_mesh(model=model, devices=jax.devices()[: n * model])
-    return zero_jax.Zero(mesh, stage)
-
-
 def abstract(config, n=1, stage=3, model=1):
-    return zero_on(n, stage, model).eval_shape(functools.partial(make, config))
+    return zero_on({"data": n, "model": model}, stage).eval_shape(functools.partial(make, config))
 
 
 def loaded(folder, n=1, stage=3, model=1, **settings):

@@ -1,4 +1,7 @@
-"""Tiny random models of transformers, one or more of each family, with the odd features on."""
+"""Tiny random models of transformers, one or more of each family, with the odd features on.
+
+Models of its GPT-2 class beside ours, and fixtures with checkpoints and folders.
+"""
 
 import functools
 import os
@@ -7,8 +10,10 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import numpy as np
+import pytest
 import torch
 import transformers
+from exchange import GPTS, exported_in_files
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 3,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
@@ -83,3 +88,44 @@ def as_saved(named, mixtral):
         for theirs, part in parts.items():
             found |= {f"{stack}.{e}.{theirs}.weight": x for e, x in enumerate(part)}
     return found
+
+
+def gpt2_tokens(config):
+    return np.random.default_rng(0).integers(0, config.vocab, (3, config.seq))
+
+
+def gpt2_logits(model, config):
+    with torch.no_grad():
+        return model.eval()(torch.from_numpy(gpt2_tokens(config))).logits.float().numpy()
+
+
+def gpt2_config(config):
+    sizes = {"vocab_size": config.vocab, "n_positions": config.seq, "n_embd": config.width}
+    sizes |= {"n_layer": config.layers, "n_head": config.heads}
+    return transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
+
+
+def gpt2_model(config):
+    return with_noise(lambda: transformers.GPT2LMHeadModel(gpt2_config(config)))
+
+
+def by_transformers(folder):
+    """The model by transformers, which must find every tensor and no other."""
+    model, found = transformers.GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory):
+    """By name of the config: a folder in several files, exported from 4 devices."""
+    folder = tmp_path_factory.mktemp
+    return {name: exported_in_files(folder("gpt2"), own)[2] for name, own in GPTS.items()}
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    made = {name: tmp_path_factory.mktemp("theirs") for name in FAMILIES}
+    for name, folder in made.items():
+        theirs(name).save_pretrained(folder, max_shard_size="30KB")
+    return made

@@ -27,8 +27,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from problems import zero_on
 
-import zero_jax
 from zero_jax.hlo import collectives
 from zero_jax.remat.layer_groups import CannotGroup
 
@@ -224,9 +224,9 @@ def check(case: Case, settings: dict[str, Any], seed: int) -> str | None:
     data, replica, model = options.pop("mesh")
     specs = specs_of(case.params) if model > 1 else None
     model = 1 if specs is None else model
-    devices = jax.devices()[: data * replica * model]
-    mesh = zero_jax.make_mesh(data, replica=replica, model=model, devices=devices)
-    zero = zero_jax.Zero(mesh, param_specs=specs, **options)
+    sizes = {"data": data, "replica": replica, "model": model}
+    zero = zero_on(sizes, param_specs=specs, **options)
+    mesh = zero.mesh.shape
     parts = data * replica * options["grad_accum_steps"]
     x = np.random.default_rng(seed).standard_normal((2 * parts, ops.FEATURES)).astype(np.float32)
     start = jax.tree.map(lambda w: jnp.asarray(w, jnp.float32) if is_float(w) else w, case.params)
@@ -247,9 +247,9 @@ def check(case: Case, settings: dict[str, Any], seed: int) -> str | None:
         if not _near(got, want, loose):
             return f"{what}: {np.ravel(got)[:4]} for {np.ravel(want)[:4]}"
     compiled = grad_fn.lower(stored, x).compile(compiler_options=OPTIONS)
-    found = [c for c in collectives.collectives(compiled, dict(mesh.shape)) if c.axis != "model"]
+    found = [c for c in collectives.collectives(compiled, dict(mesh)) if c.axis != "model"]
     sent = np.array([sum(c.sent_elements for c in found if c.kind == kind) for kind in KINDS])
-    settled = mesh.shape, *(options[name] for name in ("stage", "grad_accum_steps", "remat"))
+    settled = mesh, *(options[name] for name in ("stage", "grad_accum_steps", "remat"))
     rows = [at == case.first for at in range(len(leaves))]
     known = map(leaf_of, leaves, jax.tree.leaves(stored), case.ops, trained, rows)
     want = sum(_expected(leaf, *settled) for leaf in known)

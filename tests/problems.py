@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -108,6 +109,13 @@ def zoo_params(tiny):
 PROBLEMS = {"gpt": gpt_problem, "resnet": resnet_problem, "zoo": zoo_problem}
 
 
+def zero_on(sizes=4, stage=3, **settings):
+    """On a mesh of these sizes, or of so many devices along `data`."""
+    sizes = sizes if isinstance(sizes, dict) else {"data": sizes}
+    devices = jax.devices()[: math.prod(sizes.values())]
+    return zero_jax.Zero(zero_jax.make_mesh(**sizes, devices=devices), stage, **settings)
+
+
 def plain_steps(problem, tx, steps):
     """Returns (loss, gradient norm, aux) of each step of plain optax on one device, in fp32, and
     the parameters after the last."""
@@ -140,9 +148,7 @@ def train_plain(problem, tx, steps):
 
 def train_zero(problem, tx, steps, n, replica=1, model=1, **settings):
     """Runs the same under Zero on the first n x replica x model devices; returns the Zero too."""
-    devices = jax.devices()[: n * replica * model]
-    mesh = zero_jax.make_mesh(replica=replica, model=model, devices=devices)
-    zero = zero_jax.Zero(mesh, **settings)
+    zero = zero_on({"data": n, "replica": replica, "model": model}, **settings)
     params, tx = zero.shard(problem.start), zero.optimizer(tx)
     step = zero.train_step(problem.loss_on_mesh or problem.loss, tx, has_aux=problem.has_aux)
     state, extras, losses = tx.init(params), problem.extras, []

@@ -67,16 +67,8 @@ def weighted_problem() -> Problem:
 
 OWN = {"few": few_leaves, "few, none empty": lambda: few_leaves(empty=False)}
 OWN |= {"weighted": weighted_problem, "many": lambda: zoo_problem(tiny=200)}
-
-
-@functools.cache
-def problem(name: str) -> Problem:
-    return {**PROBLEMS, **OWN}[name]()
-
-
-@functools.cache
-def plain(name, tx):
-    return train_plain(problem(name), tx, STEPS)
+problem = functools.cache(lambda name: (PROBLEMS | OWN)[name]())
+plain = functools.cache(lambda name, tx: train_plain(problem(name), tx, STEPS))
 
 
 def assert_parity(name, tx, n, **settings):

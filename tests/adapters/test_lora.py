@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from problems import Problem, train_plain
+from problems import Problem, train_plain, zero_on
 
 import zero_jax
 from zero_jax.adapters.lora import Lora
@@ -31,8 +31,7 @@ def check_parity(loss, make, frozen, batch, tx, n, stage, remat="none"):
     plain = Problem(lambda: start["lora"], lambda x, rows: loss(start | {"lora": x}, rows), batch)
     wanted, _ = train_plain(plain, tx, 3)
     assert wanted[-1] < wanted[0]
-    mesh = zero_jax.make_mesh(devices=jax.devices()[:n])
-    zero = zero_jax.Zero(mesh, stage, frozen=frozen, remat=remat)
+    zero = zero_on(n, stage, frozen=frozen, remat=remat)
     params = zero.init(make, KEY)
     before, tx = zero.unshard(params)["base"], zero.optimizer(tx)
     opt_state, step, losses = tx.init(params), zero.train_step(loss, tx), []

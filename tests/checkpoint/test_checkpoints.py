@@ -14,10 +14,9 @@ import numpy as np
 import optax
 import pytest
 from nvme_run import small_problem
-from problems import ODD_GPT, assert_bitwise, gpt_problem, ulps, whole, zoo_problem
+from problems import ODD_GPT, assert_bitwise, gpt_problem, ulps, whole, zero_on, zoo_problem
 from test_parity import OPTIMIZERS
 
-import zero_jax
 from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.checkpoint.leaves import leaves
 from zero_jax.checkpoint.writer import OrbaxHandler
@@ -27,12 +26,6 @@ ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
 ULPS = 256
 SMALL = small_problem()
 EVEN_GPT = dataclasses.replace(ODD_GPT, width=16, heads=4, vocab=20)  # a model axis divides it
-
-
-def zero_on(n, stage=3, model=1, replica=1, **settings):
-    devices = jax.devices()[: n * model * replica]
-    mesh = zero_jax.make_mesh(replica=replica, model=model, devices=devices)
-    return zero_jax.Zero(mesh, stage, secondary_shards=replica > 1, **settings)
 
 
 def like(zero, made, tx=ADAMW):
@@ -53,12 +46,13 @@ def filled(made, tx=ADAMW):
 
 
 MASTERS = "optimizer,params"
-# Devices on `data`, stage, devices on `model`, offload, perhaps replicas with parts of shards: each
-# restores the checkpoint before. The states of Adafactor and Muon have other shapes than the
-# parameters.
+# Devices on `data`, stage, devices on `model`, offload, and "replicas" where shards are stored in
+# parts over two of them: each restores the checkpoint before. The states of Adafactor and Muon
+# have other shapes than the parameters.
 PLACES = {
     "zoo": [(8, 2, 1, None), (3, 3, 1, MASTERS), (1, 0, 1, None), (5, 1, 1, "optimizer"),
-            (4, 3, 1, None), (3, 3, 1, None, 2), (4, 2, 1, None), (3, 3, 1, None, 2)],
+            (4, 3, 1, None), (3, 3, 1, None, "replicas"),
+            (4, 2, 1, None), (3, 3, 1, None, "replicas")],
     "even gpt": [(2, 0, 2, None), (1, 1, 2, None), (2, 3, 4, None), (4, 2, 2, MASTERS)],
     "adafactor": [(3, 3, 1, None), (2, 1, 1, None)], "muon": [(3, 3, 1, None), (2, 1, 1, None)],
 }  # fmt: skip
@@ -71,8 +65,9 @@ def test_bits_are_the_same_on_any_mesh_and_stage(tmp_path, name):
     want = filled(made, tx)
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         checkpoints.save(0, want, **more)
-        for step, (n, stage, model, offload, *replica) in enumerate(PLACES[name], 1):
-            zero = zero_on(n, stage, model, *replica, offload=offload)
+        for step, (n, stage, model, offload, *parts) in enumerate(PLACES[name], 1):
+            sizes = {"data": n, "model": model, "replica": 2 if parts else 1}
+            zero = zero_on(sizes, stage, offload=offload, secondary_shards=bool(parts))
             back = checkpoints.restore(like(zero, made, tx))
             assert (back.step, back.config, back.extra) == (step - 1, *more.values())
             assert_bitwise(back.tree, want)

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from one_device import Case, trained
 from problems import Problem, train_plain, train_zero, ulps
 
 import zero_jax
 from zero_jax.collectives import lookup
 from zero_jax.collectives.gather_scatter import Wire
-from zero_jax.hlo import auditor
 from zero_jax.sharding.partition import Partition
 
 ROWS, TOKENS = 24, 3
@@ -157,11 +157,7 @@ def test_a_row_that_is_not_there_is_filled_as_after_the_cast(fill, kind):
 # 211 rows are sharded along columns; 212 are not, and shards are sent as columns.
 @pytest.mark.parametrize(("words", "shard"), [(211, 0), (212, 212 * WIDTH // 4)])
 def test_no_device_has_the_table_and_no_more_than_its_rows_travel(words, shard):
-    mesh = zero_jax.make_mesh(devices=jax.devices()[:4])
-    zero = zero_jax.Zero(mesh, 3)
-    params, tx = zero.init(lambda: make(words)), zero.optimizer(TX)
-    args = params, tx.init(params), zero_jax.global_batch(mesh, TOKEN_ROWS)
-    audit = auditor.audit(zero.train_step(loss, tx).lower(*args).compile(), dict(mesh.shape))
+    _, _, audit = trained(Case(lambda: make(words), loss, TOKEN_ROWS), 4, TX, 1)
     assert all(c.elements < words * WIDTH / 2 for c in audit.collectives)
     sent = sum(c.sent_elements for c in audit.collectives if c.kind == "all-to-all")
     assert sent == 2 * (ROWS // 4 * TOKENS) * WIDTH + 2 * shard

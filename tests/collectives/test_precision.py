@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from problems import zero_on
 
 import zero_jax
 from zero_jax import Precision, Zero
@@ -17,8 +18,7 @@ loss = lambda p, x: jnp.mean((x @ p["w"]).astype(jnp.float32) ** 2)  # noqa: E73
 
 
 def setup(precision, stage=3, **kwargs):
-    mesh = zero_jax.make_mesh(devices=jax.devices()[:4])
-    zero = zero_jax.Zero(mesh, stage=stage, precision=precision)
+    zero = zero_on(4, stage, precision=precision)
     params = zero.init(lambda: {"w": jnp.ones((8, 3)), "unused": jnp.full((5,), -0.0)})
     tx = zero.optimizer(optax.adam(1e-2))
     return params, tx.init(params), zero.train_step(loss, tx, **kwargs)
@@ -98,8 +98,7 @@ def test_gradients_are_summed_in_the_reduce_dtype_and_vectors_in_fp32(reduce):
 
 
 def zero_of(devices, stage, **option):
-    mesh = zero_jax.make_mesh(devices=jax.devices()[:devices])
-    return lambda: Zero(mesh, stage, precision=Precision(**option))
+    return lambda: zero_on(devices, stage, precision=Precision(**option))
 
 
 PARAMS, X = {"w": jnp.ones((8, 8))}, jnp.ones((8, 8))

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from one_device import audited
 
 import zero_jax
 from zero_jax.collectives import quantised
-from zero_jax.hlo import auditor
 from zero_jax.sharding import layout
 
 ODD = {"a": (17, 63), "b": (63, 48), "layers": (2, 63, 63)}
@@ -120,11 +120,9 @@ def test_gradients_are_off_by_half_a_step_of_each_device(stage, sizes, kinds, se
 def test_bytes_sent(stage, scatter):
     bits = {"int8": 8, "int4": 4}[scatter]
     precision = zero_jax.Precision("bf16", param_comm_dtype="int8", grad_comm_dtype=scatter)
-    zero = zero_jax.Zero(zero_jax.make_mesh(), stage, precision=precision)
-    params = zero.eval_shape(lambda: drawn(EVEN | SHORT))
-    rows = jax.ShapeDtypeStruct((16, 16 + 64), jnp.float32)
-    compiled = zero.value_and_grad(sum_of_squares).lower(params, rows).compile()
-    found = auditor.audit(compiled, {"data": 8}).collectives
+    make, rows = lambda: drawn(EVEN | SHORT), jax.ShapeDtypeStruct((16, 16 + 64), jnp.float32)
+    report = audited(sum_of_squares, make, rows, {"data": 8}, stage=stage, precision=precision)
+    found = report.collectives
     elements = sum(np.prod(shape) for shape in EVEN.values())
     each = [(c.kind, c.dtype, c.bytes * c.runs) for c in found]
     sent = lambda *kind: sum(size for *own, size in each if tuple(own) == kind)  # noqa: E731

@@ -11,8 +11,8 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from one_device import zero_on
 from optax import contrib
+from problems import zero_on
 
 import zero_jax
 from zero_jax.engine.elementwise_check import require_elementwise

@@ -13,12 +13,12 @@ from zero_jax.hlo import auditor, replica_groups
 
 # Programs of eight CPU devices: kinds, axes, loops and branches.
 
-P = jax.sharding.PartitionSpec()
+WHOLE = jax.sharding.PartitionSpec()
 CUBE = {"replica": 2, "data": 2, "model": 2}
 OUTER, MIDDLE, INNER, S = 5, 3, 2, 12
 
 
-def compile_on(axes, f, *arrays, in_specs=P, out_specs=P):
+def compile_on(axes, f, *arrays, in_specs=WHOLE, out_specs=WHOLE):
     types = (jax.sharding.AxisType.Auto,) * len(axes)
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types)
     mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from problems import Problem, train_plain, ulps
+from problems import Problem, train_plain, ulps, zero_on
 
 import zero_jax
 from zero_jax.models import decoder, decoder_config, families, gpt, rotary
@@ -115,15 +115,14 @@ def test_it_trains_as_on_one_device(stage, n, split, name, capacity):
     extras = (jax.jit(model.trained_loss)(start, batch)[1],) if model.routes else ()
     plain = Problem(lambda: start, lambda p, rows, *_: model.trained_loss(p, rows), batch, extras)
     losses, want = train_plain(plain, tx, 3)
-    mesh = zero_jax.make_mesh(model=split, devices=jax.devices()[: n * split])
-    zero = zero_jax.Zero(mesh, stage, remat="block")
+    zero = zero_on({"data": n, "model": split}, stage, remat="block")
     if split > 1:
         assert sum(x.model is not None for x in zero.splits(jax.eval_shape(model.own))) >= 8
     params, tx = zero.shard(start), zero.optimizer(tx)
     step = zero.train_step(model.trained_loss, tx, has_aux=model.routes)
     state = tx.init(params)
     for number, loss in enumerate(losses):
-        params, state, metrics = step(params, state, zero_jax.global_batch(mesh, batch))
+        params, state, metrics = step(params, state, zero_jax.global_batch(zero.mesh, batch))
         np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)
         if model.routes and number == 0:
             assert np.array_equal(metrics.aux.dropped_B, extras[0].dropped_B)

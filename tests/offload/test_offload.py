@@ -21,7 +21,7 @@ import nvme_run
 import optax
 import pytest
 from jax.experimental import multihost_utils
-from problems import compare, gpt_problem, train_zero, ulps, zoo_problem
+from problems import compare, gpt_problem, train_zero, ulps, zero_on, zoo_problem
 
 import zero_jax
 from training.supervise import free_address
@@ -76,10 +76,6 @@ CASES = [  # problem, setting, devices, stage, optimizer, further settings
         *(("zoo", MASTERS, 3, 3, name) for name in OPTIMIZERS if name != "lars"))),
 ]  # fmt: skip
 NAMES = ("name", "setting", "n", "stage", "optimizer", "more")
-
-
-def zero_on(n, **settings):
-    return zero_jax.Zero(zero_jax.make_mesh(devices=jax.devices()[:n]), **settings)
 
 
 @pytest.mark.parametrize(NAMES, CASES, ids=lambda x: None if isinstance(x, dict) else str(x))

@@ -14,10 +14,10 @@ import pytest
 from flax import linen as nn
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from one_device import trained, zero_on
 from problems import ROWS, Problem, compare, gpt_problem, train_plain, train_zero
 
 import zero_jax
-from zero_jax.hlo import auditor
 from zero_jax.models import gpt
 from zero_jax.offload.tiers import Offload
 from zero_jax.remat import policies
@@ -29,6 +29,7 @@ STEPS = 10
 ULPS = 1024
 ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
 MESHES = [(1, 2), (2, 2), (4, 2), (2, 4)]
+SQUARE = {"data": 2, "model": 2}
 CONFIG = gpt.GPTConfig(layers=2, width=16, heads=4, vocab=24, seq=8, loss_chunk=16)
 
 
@@ -47,10 +48,6 @@ LINEN_SPECS |= {"layers_[04]/kernel": P(None, "model")}
 PROBLEMS = {"gpt": (lambda: gpt_problem(CONFIG), None), "linen": (linen_problem, LINEN_SPECS)}
 problem = functools.cache(lambda name: PROBLEMS[name][0]())
 plain = functools.cache(lambda name: train_plain(problem(name), ADAM, STEPS))
-
-
-def mesh_of(n, mp, replica=1):
-    return zero_jax.make_mesh(replica=replica, model=mp, devices=jax.devices()[: n * mp * replica])
 
 
 def train(name, n, mp, replica=1, **settings):
@@ -85,7 +82,7 @@ def test_training_equals_one_device(name, sizes, settings):
 
 @pytest.mark.slow
 def test_steps_hold_equal_bytes_and_delete_donated_states():
-    zero = zero_jax.Zero(mesh_of(2, 2), stage=3, remat="block", **PIECES)
+    zero = zero_on(SQUARE, stage=3, remat="block", **PIECES)
     params, tx = zero.shard(problem("gpt").start), zero.optimizer(ADAM)
     state, step = tx.init(params), zero.train_step(problem("gpt").loss, tx)
     sizes = []
@@ -110,14 +107,14 @@ def test_host_memory_for_activations_is_a_remat_policy():
     auto = {"stage": "auto", "remat": "block", "offload": "activations"}
     for settings in (sequence, auto, {"remat": "dots", "offload": "activations"}):
         with pytest.raises(ValueError, match="remat"):
-            zero_jax.Zero(mesh_of(2, 2), **settings)
-    zero = zero_jax.Zero(mesh_of(2, 2), remat="block", offload="activations")
+            zero_on(SQUARE, **settings)
+    zero = zero_on(SQUARE, remat="block", offload="activations")
     assert zero.config.remat == "block@host"
     assert policies.on_host("block_sqrt@partitioned") == "block_sqrt@partitioned+host"
 
 
 def test_each_device_stores_its_shard_of_both_axes():
-    zero = zero_jax.Zero(mesh_of(2, 4), stage=3)
+    zero = zero_on({"data": 2, "model": 4})
     params = zero.init(problem("gpt").make)
     # Initial values do not depend on the mesh.
     both = map(jax.tree.leaves, (zero.unshard(params), problem("gpt").start))
@@ -140,11 +137,8 @@ def test_each_device_stores_its_shard_of_both_axes():
 @pytest.mark.parametrize("stage", [0, 3])
 def test_each_device_sends_its_part_along_data_and_that_of_megatron_along_model(stage):
     D, L, mp = CONFIG.width, CONFIG.layers, 2
-    zero = zero_jax.Zero(mesh_of(2, mp), stage)
-    tx, params = zero.optimizer(optax.adam(1e-3)), zero.eval_shape(problem("gpt").make)
-    step = zero.train_step(problem("gpt").loss, tx)
-    compiled = step.lower(params, tx.init(params), problem("gpt").batch).compile()
-    report = auditor.audit(compiled, {"data": 2, "model": mp})
+    sizes, tx = {"data": 2, "model": mp}, optax.adam(1e-3)
+    _, _, report = trained(problem("gpt"), sizes, tx, 1, stage=stage)
     # Loss and weight together, and the norm in two sums: all-reduces of four numbers.
     # Sharded over `model`: matrices, and biases of `qkv` and `up` where `data` takes no dim.
     split = CONFIG.vocab * D + L * (12 * D * D + (stage == 0) * 7 * D)
@@ -166,7 +160,7 @@ def test_each_device_sends_its_part_along_data_and_that_of_megatron_along_model(
 def test_axis_rules_do_not_leak_into_other_traces():
     counts = []
     for settings in ({"sequence_parallel": True}, {}, {"sequence_parallel": True}):
-        zero = zero_jax.Zero(mesh_of(2, 2), **settings)
+        zero = zero_on(SQUARE, **settings)
         args = zero.eval_shape(problem("gpt").make), problem("gpt").batch
         traced = zero.value_and_grad(problem("gpt").loss).trace(*args)
         counts.append(str(traced.jaxpr).count("spec=P(None, 'model', None)"))
@@ -175,7 +169,7 @@ def test_axis_rules_do_not_leak_into_other_traces():
 
 def specs_of(make, **settings):
     """The specs of parameters by name, on 2 x 2 devices."""
-    params = zero_jax.Zero(mesh_of(2, 2), **settings).eval_shape(make)
+    params = zero_on(SQUARE, **settings).eval_shape(make)
     return {name: x.sharding.spec for name, x in paths.named_leaves(params)}
 
 
@@ -195,7 +189,7 @@ def test_linen_metadata_names_the_dims():
 
 def test_rules_for_axes_that_are_manual_within_the_step_have_no_effect():
     rules, specs = (("batch", "data"), ("hidden", ("model",))), {"up": P(None, "model")}
-    zero = zero_jax.Zero(mesh_of(2, 2), param_specs=specs, logical_axis_rules=rules)
+    zero = zero_on(SQUARE, param_specs=specs, logical_axis_rules=rules)
     params = zero.init(lambda: {"up": jnp.ones((8, 16))})
     named = lambda h: nn.with_logical_constraint(h, ("batch", "hidden"))  # noqa: E731
     loss = lambda p, x: jnp.mean(named(jnp.tanh(x @ p["up"])))  # noqa: E731
@@ -204,7 +198,7 @@ def test_rules_for_axes_that_are_manual_within_the_step_have_no_effect():
 
 
 def two(make=lambda: {}, model=2, **settings):
-    return lambda: zero_jax.Zero(mesh_of(2, model), **settings).eval_shape(make)
+    return lambda: zero_on({"data": 2, "model": model}, **settings).eval_shape(make)
 
 
 def of_gpt(model, **settings):
@@ -230,7 +224,7 @@ REFUSALS = [
     (r"w \(6, 8, 5\).*\[1\]", lambda: FIVE.dims({"w": jnp.zeros((6, 8, 5))})),
     ("param_specs", two(SMALL)),
     ("param_specs", two(SMALL, stage=2, param_specs={"^b$": P("model")})),
-    ("sequence_parallel|model", lambda: zero_jax.Zero(mesh_of(2, 1), sequence_parallel=True)),
+    ("sequence_parallel|model", lambda: zero_on({"data": 2}, sequence_parallel=True)),
     ("logical_axis_rules.*'ab'", two(logical_axis_rules=("ab",))),
     ("param_specs.*None", two(param_specs={"w": None})),
     ("param_specs.*'model'", two(param_specs={"w": "model"})),

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from problems import zero_on
 
-import zero_jax
 from zero_jax.tracing.jaxpr import products
 from zero_jax.tracing.passes import without_dead_derivatives
 
@@ -55,8 +55,7 @@ def test_gradients_are_those_of_one_device(form, loop, remat, stage):
         x, beside = loop(form, params, x, 2 * x if form is not metric else 0 * x[:, :1])
         return jnp.mean(x), beside
 
-    mesh = zero_jax.make_mesh(N, devices=jax.devices()[:N])
-    zero = zero_jax.Zero(mesh, stage, remat=remat, frozen="frozen")
+    zero = zero_on(N, stage, remat=remat, frozen="frozen")
     (value, _), grads = zero.value_and_grad(loss, has_aux=True)(zero.init(make), X)
     alone = lambda w: loss({**make(), "w": w}, X)[0]  # noqa: E731
     wanted, gradient = jax.value_and_grad(alone)(make()["w"])

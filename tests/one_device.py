@@ -1,13 +1,12 @@
 """Steps and gradients on a mesh beside those of plain JAX and optax on one device."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from problems import Problem, plain_steps, ulps
+from problems import Problem, plain_steps, ulps, zero_on
 
 import zero_jax
 
@@ -24,13 +23,6 @@ class Case(Problem):
     def has_aux(self):
         out = jax.eval_shape(self.loss, self.start, self.batch)
         return isinstance(out, tuple) and not isinstance(out, zero_jax.Weighted)
-
-
-def zero_on(sizes=4, stage=3, **settings):
-    """On a mesh of these sizes, or of so many devices along `data`."""
-    sizes = sizes if isinstance(sizes, dict) else {"data": sizes}
-    devices = jax.devices()[: math.prod(sizes.values())]
-    return zero_jax.Zero(zero_jax.make_mesh(**sizes, devices=devices), stage, **settings)
 
 
 @functools.cache
