@@ -110,7 +110,7 @@ PROBLEMS = {"gpt": gpt_problem, "resnet": resnet_problem, "zoo": zoo_problem}
 
 
 def zero_on(sizes=4, stage=3, **settings):
-    """On a mesh of these sizes, or of so many devices along `data`."""
+    """Returns a Zero on a mesh of these sizes, or of so many devices along `data`."""
     sizes = sizes if isinstance(sizes, dict) else {"data": sizes}
     devices = jax.devices()[: math.prod(sizes.values())]
     return zero_jax.Zero(zero_jax.make_mesh(**sizes, devices=devices), stage, **settings)
