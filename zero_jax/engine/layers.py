@@ -43,7 +43,7 @@ from zero_jax.tracing import jaxpr as equations
 from zero_jax.tracing.dataflow import HasGradient, read_inputs
 
 # Switches from `loops`, `riders`, `chain`, `unrolled` and `layer_groups` to this module.
-EXPLICIT = False
+EXPLICIT = True
 # Two iterations share a loop body.
 UNROLL = 2
 # Two layers and the gradients of one are held at once: not where a layer is larger than that.
