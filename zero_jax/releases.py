@@ -11,12 +11,6 @@ import jax
 COLLECTIVES_AT_ONCE = 3
 # Spellings of one option. The first that the installed XLA knows is used.
 Spellings = tuple[tuple[str, Any], ...]
-# A loop over layers gathers the weights of the next layer while this one computes. The first
-# spelling is that of jaxlib 0.12 and later, the second that of earlier ones.
-GATHER_AHEAD: Spellings = (
-    ("xla_gpu_pipeline_all_gather", "COLLECTIVE_PIPELINING_MODE_ON"),
-    ("xla_gpu_enable_pipelined_all_gather", True),
-)
 AT_ONCE: Spellings = (
     ("xla_gpu_experimental_parallel_collective_overlap_limit", COLLECTIVES_AT_ONCE),
 )

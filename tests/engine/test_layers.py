@@ -17,11 +17,6 @@ TOKENS = jax.random.randint(jax.random.key(1), (24, 7), 0, WORDS)
 DOTS = jax.checkpoint_policies.dots_saveable
 
 
-@pytest.fixture(autouse=True)
-def explicit(monkeypatch):
-    monkeypatch.setattr(layers, "EXPLICIT", True)
-
-
 def make(count, tied=False):
     shapes = {"up": (count, WIDTH, 16), "down": (count, 16, WIDTH), "bias": (count, WIDTH)}
     shapes |= {"words": (WORDS, WIDTH), "shared": (WIDTH, WIDTH)}

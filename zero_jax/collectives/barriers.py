@@ -54,19 +54,6 @@ _tied.defvjp(_tied_forward, _tied_backward, symbolic_zeros=True)
 
 
 @jax.custom_vjp
-def abreast(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Returns the floats; none is available before all are, and so for their gradients."""
-    return list(together(arrays))
-
-
-def _abreast_forward(arrays: list[PyTree]) -> tuple[list[jax.Array], None]:
-    return list(together([x.value for x in arrays])), None
-
-
-abreast.defvjp(_abreast_forward, _tied_backward, symbolic_zeros=True)
-
-
-@jax.custom_vjp
 def waiting(x: jax.Array, others: Arrays) -> jax.Array:
     """Returns the value; its cotangent is available only when the others are."""
     return x

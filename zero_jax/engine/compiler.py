@@ -27,9 +27,8 @@ def options(
     bucket_bytes: int,
     devices: int,
     layer: tuple[int, int] | None = None,
-    in_loops: bool = True,
 ) -> XlaOptions:
-    """Returns XLA's options for GPUs: combination of collectives, and prefetch of layers.
+    """Returns XLA's options for GPUs: combination of collectives, and how many run at once.
 
     Args:
       bucket_bytes: Maximum bytes per collective, of the full array.
@@ -37,8 +36,6 @@ def options(
       layer: Bytes of the largest layer, as gathered and as its gradients are sent, if layers are
         gathered one by one (stage 3). The leaves of a layer are sent together, those of several
         layers are not, and a layer is gathered while the layer before it computes.
-      in_loops: True if XLA prefetches for the next iteration in every loop. Unrolled layers are
-        written so that they prefetch.
 
     >>> options(2**30, 64)
     {'xla_gpu_reduce_scatter_combine_threshold_bytes': 16777216}
@@ -55,11 +52,7 @@ def options(
         most = min(bucket_bytes, 17 * own // 16) if large else bucket_bytes
         if large or most // parts < _XLA_MERGES:
             known[f"xla_gpu_{kind}_combine_threshold_bytes"] = most // parts
-    if not gathers_ahead(bucket_bytes, layer):
-        return known
-    if in_loops:
-        known |= first_known(releases.GATHER_AHEAD)
-    return known | first_known(releases.AT_ONCE)
+    return known | first_known(releases.AT_ONCE) if gathers_ahead(bucket_bytes, layer) else known
 
 
 def gathers_ahead(bucket_bytes: int, layer: tuple[int, int] | None) -> bool:

@@ -12,7 +12,6 @@ from zero_jax.collectives.gather_scatter import Wire
 from zero_jax.collectives.precision import Precision, as_precision
 from zero_jax.collectives.quantised import BITS
 from zero_jax.engine import compiler
-from zero_jax.engine import layers as explicit
 from zero_jax.engine.lifetimes import LIFETIMES, TOUCH, Layers
 from zero_jax.engine.transformations import Frozen
 from zero_jax.low_bit.state import FP32, check_kind
@@ -237,14 +236,7 @@ class Config:
         Args:
           layers: Layers of the traced loss.
         """
-        # Where layers are not scanned, XLA must not prefetch for the next micro-batch: an iteration
-        # over micro-batches reads all weights, and all would be gathered at once.
-        scanned = bool(layers) and all(layer.scanned for layer in layers)
-        in_loops = self.grad_accum_steps == 1 or scanned
-        # Explicit passes gather ahead themselves.
-        in_loops = in_loops and (not explicit.EXPLICIT or any(layer.fallback for layer in layers))
-        own = self.bucket_bytes, self.shards, self._layer_bytes(layers), in_loops
-        return compiler.options(*own)
+        return compiler.options(self.bucket_bytes, self.shards, self._layer_bytes(layers))
 
     def gathers_ahead(self, layers: Sequence[Layers]) -> bool:
         """Returns whether XLA for GPUs prefetches a layer while the layer before it computes."""

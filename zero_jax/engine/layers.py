@@ -22,55 +22,24 @@ and their gradients are reduced during its backward pass. The last layer of a mo
 between the passes if it has at most `bucket_bytes`: layers of Ψ parameters send 3Ψ - Ψ/L elements.
 """
 
-import collections
 import dataclasses
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.lax import dynamic_index_in_dim, dynamic_update_index_in_dim
 
 from zero_jax.collectives.barriers import Arrays, known, together
-from zero_jax.engine import repeats
-from zero_jax.engine.layer_passes import Block, Gradients, backward, has_gradient, small, stopped
-from zero_jax.engine.replay import How, replay
-from zero_jax.engine.weights import Apart, Form, Source, Weight, whole
-from zero_jax.remat.policies import Remat
+from zero_jax.engine.layer_passes import Block, Gradients, backward, has_gradient, small
+from zero_jax.engine.replay import How
+from zero_jax.engine.weights import Source
 from zero_jax.remat.recompute import Held, Known
-from zero_jax.tracing import jaxpr as equations
-from zero_jax.tracing.dataflow import HasGradient, read_inputs
 
-# Switches from `loops`, `riders`, `chain`, `unrolled` and `layer_groups` to this module.
-EXPLICIT = True
 # Two iterations share a loop body.
 UNROLL = 2
 # Two layers and the gradients of one are held at once: not where a layer is larger than that.
 MOST_BUCKETS = 4
-
-
-def fallback(
-    jaxpr: jex.Jaxpr, forms: Mapping[jex.Var, Form], policy: Remat, bucket_bytes: float
-) -> str:
-    """Returns why layers run without the explicit passes of this module, or "".
-
-    Args:
-      jaxpr: The body of a scan.
-      forms: Its inputs that are slices of parameters.
-      policy: The remat policy.
-      bucket_bytes: The maximum bytes per collective.
-    """
-    sizes = {form.leaf: equations.bytes_of(var) for var, form in forms.items()}
-    if not EXPLICIT:
-        return ""
-    if policy.kind == "block_sqrt":
-        return "run in groups"
-    if forms and repeats.scans_of(jaxpr, forms):
-        return "not prefetched: a layer scans over parameters"
-    if sum(sizes.values()) > MOST_BUCKETS * bucket_bytes:
-        return f"not prefetched: a layer is larger than {MOST_BUCKETS} buckets"
-    return ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -512,194 +481,6 @@ def _step(layers: ExplicitLayers) -> int:
     return second - first
 
 
-class ScannedLayers:
-    """A scan over layers of sharded parameters.
-
-    Attributes:
-      operands: What `run` is given: operands that are not sliced parameters, then the shards of
-        those, then of the heads.
-      is_explicit: True if `run` is to be used; else an ordinary scan is.
-
-    Args:
-      eqn: The scan.
-      values: Its operands; those read in every iteration are gathered before `run`.
-      heads: Parameters that are first used after the scan.
-      how: How equations are run.
-    """
-
-    def __init__(self, eqn: jex.JaxprEqn, values: Sequence[Any], heads: Sequence[Source], how: How):
-        self._eqn, self._body = eqn, equations.written_out(equations.inner(eqn))
-        consts, carried = equations.state_of(eqn)
-        first, jaxpr = consts + carried, self._body.jaxpr
-        sliced = {
-            i: x.sliced()
-            for i, x in enumerate(values)
-            if i >= first and isinstance(x, Weight) and x.form.may_slice
-        }
-        self._sliced, self._slices = set(sliced), Apart(list(sliced.values()))
-        others = [x for i, x in enumerate(values) if i not in sliced]
-        ends = [x for source in heads for x in source.arrays]
-        self._others, self.operands = len(others), [*others, *self._slices.arrays, *ends]
-        # Parameters that every device holds are inputs like any other.
-        sources = [source for source in self._slices.sources if not source.free]
-        weights = {jaxpr.invars[i]: weight for i, weight in sliced.items()}
-        flags = zip(jaxpr.invars, read_inputs(jaxpr), strict=True)
-        read = {weights[v].source for v, flag in flags if flag and v in weights}
-        self._block = Block(
-            run=replay(self._body, self._values, {*weights}, how, in_loop=True, midway=True),
-            sources=sources,
-            places={len(sources) + consts + i: how.policy.inputs for i in range(carried)},
-            stopped=stopped(self._slices) | {*sources} - read,
-            # Others are whole on every device, or unused.
-            remote={i for i, x in enumerate(sources) if x in read and not x.local},
-        )
-        forms = {v: weight.form for v, weight in weights.items()}
-        reason = fallback(jaxpr, forms, how.policy, how.bucket_bytes)
-        self.is_explicit = bool(sources) and not reason
-        free = len(self._slices.sources) - len(sources)
-        inputs, carry = range(self._others + free), range(consts, first)
-        makes = [*carry, *range(len(inputs), len(inputs) + len(jaxpr.outvars) - carried)]
-        length, step = eqn.params["length"], -1 if eqn.params["reverse"] else 1
-        looped = max(0, length - 2) // UNROLL * UNROLL
-        link = LayerNode(
-            block=self._block,
-            reads=inputs,
-            types=[v.aval for i, v in enumerate(jaxpr.invars) if i not in sliced]
-            + [weight.arrays[0] for weight in weights.values() if weight.source.free],
-            makes=makes,
-            floats=list(map(equations.is_float, jaxpr.outvars)),
-            ordered=carry,
-            saves=carry,
-            group=0,
-        )
-        self._layers = ExplicitLayers(
-            links=[dataclasses.replace(link, index=i) for i in range(length)[::step]],
-            heads=_heads(heads),
-            given=inputs,
-            results=makes,
-            how=how,
-            loop=range(1, 1 + looped) if looped else range(0),
-            stacks=frozenset([*inputs[first:], *makes[carried:]]),
-            moved=self._moved,
-        )
-
-    def run(self, operands: Arrays) -> list[Any]:
-        """Returns the results of the scan, then the gathered heads."""
-        inputs, it = list(operands[: self._others]), iter(operands[self._others :])
-        shards = []
-        for source in self._slices.sources:
-            own = [next(it) for _ in source.arrays]
-            inputs.extend(own) if source.free else shards.append(own)
-        ends = [[next(it) for _ in source.arrays] for source in self._layers.heads.sources]
-        return self._layers.run(inputs, [shards, ends])
-
-    def _values(self, args: Arrays) -> list[Any]:
-        """Returns the operands of the body, given the arguments of a layer."""
-        at = len(self._block.sources)
-        params, others = iter(args[:at]), iter(args[at : at + self._others])
-        free = iter(args[at + self._others :])
-        own = [whole(next(free if source.free else params)) for source in self._slices.sources]
-        slices = iter(self._slices.of([], own))
-        both = range(len(self._body.jaxpr.invars))
-        return [next(slices if i in self._sliced else others) for i in both]
-
-    def _moved(self, inputs: set[int], shards: Sequence[Sequence[bool]]) -> set[int]:
-        """Returns the inputs with a gradient in each layer, given those that have one at first."""
-        trained = {self._block.sources[at] for at in self._block.trained(shards)[1]}
-        free = dict(enumerate((x for x in self._slices.sources if x.free), self._others))
-        moving = {n for n in inputs if n in free and free[n] not in self._block.stopped}
-        trained |= {free[n] for n in moving}
-        weights = iter([w.source in trained and not w.form.stopped for w in self._slices.values])
-        others = iter([n in inputs for n in range(self._others)])
-        both = range(len(self._eqn.invars))
-        flags = [next(weights if i in self._sliced else others) for i in both]
-        flags = HasGradient().body(self._eqn, flags)[0]
-        own = [i for i in both if i not in self._sliced]
-        variables = self._body.jaxpr.invars
-        moved = {n for n, i in enumerate(own) if flags[i] and equations.is_float(variables[i])}
-        return moved | moving
-
-
-def unrolled(
-    bodies: Sequence[jex.ClosedJaxpr],
-    env: Mapping[jex.Var, Any],
-    results: Sequence[jex.Var],
-    moves: Sequence[Container[jex.Var]],
-    heads: Sequence[Source],
-    how: How,
-) -> list[Any]:
-    """Runs unrolled layers that follow on each other.
-
-    Args:
-      bodies: The layers.
-      env: The values of their inputs.
-      results: What is read after the last.
-      moves: The inputs of each layer that are saved where the remat policy says.
-      heads: Parameters that are first used after the layers.
-      how: How equations are run.
-
-    Returns:
-      The results, then the gathered heads.
-    """
-    numbers: dict[jex.Var, int] = {}
-    links: list[LayerNode] = []
-    shards: list[Any] = []
-    parts = [[v for v in body.jaxpr.invars if isinstance(env.get(v), Weight)] for body in bodies]
-    reads = [
-        [v for v in body.jaxpr.invars if v not in own]
-        for body, own in zip(bodies, parts, strict=True)
-    ]
-    readers = collections.Counter(v for own in reads for v in own)
-    for body, weights, inputs, own in zip(bodies, parts, reads, moves, strict=True):
-        apart = Apart([env[v] for v in weights])
-        count, makes = len(apart.sources), body.jaxpr.outvars
-        block = Block(
-            run=replay(
-                *(body, _values_of(body, weights, apart), {*weights}, how),
-                in_loop=False,
-                midway=True,
-            ),
-            sources=apart.sources,
-            places={count + k: how.policy.inputs for k, v in enumerate(inputs) if v in own},
-            stopped=stopped(apart),
-            remote={k for k, x in enumerate(apart.sources) if not (x.free or x.local)},
-        )
-        for v in (*inputs, *makes):
-            numbers.setdefault(v, len(numbers))
-        links.append(
-            LayerNode(
-                block=block,
-                reads=[numbers[v] for v in inputs],
-                types=[v.aval for v in inputs],
-                makes=[numbers[v] for v in makes],
-                floats=list(map(equations.is_float, makes)),
-                ordered=[numbers[v] for v in inputs if readers[v] == 1],
-                saves=range(len(inputs)),
-                group=len(links),
-            )
-        )
-        shards.append([list(source.arrays) for source in apart.sources])
-    made = {v for body in bodies for v in body.jaxpr.outvars}
-    given = [v for v in dict.fromkeys(v for own in reads for v in own) if v not in made]
-    names = [numbers[v] for v in given], [numbers[v] for v in results]
-    layers = ExplicitLayers(links, _heads(heads), *names, how)
-    shards.append([list(source.arrays) for source in heads])
-    return layers.run([env[v] for v in given], shards)
-
-
-def _heads(sources: Sequence[Source]) -> Block:
+def heads_of(sources: Sequence[Source]) -> Block:
     """Returns parameters as a layer that is only gathered and reduced."""
     return Block(lambda *_: [], sources, {}, set(), set(range(len(sources))))
-
-
-def _values_of(
-    body: jex.ClosedJaxpr, weights: Sequence[jex.Var], apart: Apart
-) -> Callable[[Arrays], list[Any]]:
-    """Returns a function from the arguments of an unrolled layer to the operands of its body."""
-    count = len(apart.sources)
-
-    def values(args: Arrays) -> list[Any]:
-        params, rest = iter(apart.of([], list(map(whole, args[:count])))), iter(args[count:])
-        return [next(params if v in weights else rest) for v in body.jaxpr.invars]
-
-    return values

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from zero_jax.collectives import gather_scatter, lookup
 from zero_jax.collectives.gather_scatter import Wire
-from zero_jax.engine import layers as explicit
 from zero_jax.engine import repeats
 from zero_jax.engine.lifetimes import STEP, TOUCH, Layers, Leaf, Lifetime
+from zero_jax.engine.scans import fallback
 from zero_jax.engine.weights import Form, follow
 from zero_jax.remat import policies
 from zero_jax.remat.policies import Remat, of_jax
@@ -75,12 +75,11 @@ class Reading:
         }
         places: dict[int, tuple[int, Any]] = {}
         for run in repeats.runs_of(jaxpr, forms):
-            if explicit.EXPLICIT and policy.kind != "block_sqrt":
+            reason = "run in groups" if policy.kind == "block_sqrt" else ""
+            if not reason:
                 self._loops.append(run[-1][-1])
-            fallback = explicit.fallback(jaxpr, {}, policy, bucket_bytes)
             for layer in run:
-                own = self._layer(len(run), False, policy, fallback)
-                inside = own, self._opening(policy, explicitly=explicit.EXPLICIT)
+                inside = self._layer(len(run), False, policy, reason), object()
                 places.update((at, inside) for at in layer)
         self._walk(jaxpr, forms, 0, None, None, places)
 
@@ -126,19 +125,12 @@ class Reading:
     def _loop_before(self, reads: Sequence[_Read]) -> int | None:
         """The last loop over layers before a leaf is read for the first time. A tied head is read
         before its layers too: explicit layers prefetch it for its last use."""
-        alone = [r.at for r in reads if r.layer is None]
-        use = max(alone, default=-1) if explicit.EXPLICIT else min(r.at for r in reads)
+        use = max((r.at for r in reads if r.layer is None), default=-1)
         return max((at for at in self._loops if at < use), default=None)
 
     def _layer(self, count: int, scanned: bool, policy: Remat, fallback: str = "") -> int:
         self._found.append((count, scanned, str(policy), fallback))
         return len(self._found) - 1
-
-    @staticmethod
-    def _opening(policy: Remat, *, explicitly: bool) -> Any:
-        """What the reads of one layer share. Under "none" each operation opens for itself, but in
-        explicit passes."""
-        return None if policy.kind == "none" and not explicitly else object()
 
     def _walk(
         self,
@@ -199,16 +191,16 @@ class Reading:
             elif equations.is_in(atom, forms):
                 self._read(forms[atom], loops, layer, opening, "scan", stacked=i >= first)
         if sliced:
-            if loops == 0 and layer is None and any(equations.products(body)):
-                self._loops.append(self._at)
-            policy = _NONE if opening is not None else self._policy
-            fallback = ""
+            policy, reason = _NONE if opening is not None else self._policy, ""
+            nested = layer is not None
             if layer is None:
-                fallback = explicit.fallback(body, sliced, policy, self._bucket_bytes)
-                layer = self._layer(eqn.params["length"], True, policy, fallback)
-            explicitly = explicit.EXPLICIT and opening is None and not fallback
-            own = self._opening(policy, explicitly=explicitly)
-            self._walk(body, sliced, loops + 1, layer, own, {})
+                reason = fallback(body, sliced, policy, self._bucket_bytes)
+                layer = self._layer(eqn.params["length"], True, policy, reason)
+                if loops == 0 and not reason and any(equations.products(body)):
+                    self._loops.append(self._at)
+            # Where each iteration saves all that it needs, each operation gathers for itself.
+            each = policy.kind == "none" and (reason or nested)
+            self._walk(body, sliced, loops + 1, layer, None if each else object(), {})
 
     def _read(
         self,

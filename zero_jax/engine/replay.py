@@ -17,7 +17,7 @@ from zero_jax.remat.recompute import Midway
 from zero_jax.tracing import dataflow as reads
 from zero_jax.tracing import jaxpr as equations
 
-NONE = policies.parse("none")
+NONE, BLOCK = policies.parse("none"), policies.parse("block")
 Tap = Callable[[Any, Any], Any]
 
 

@@ -7,7 +7,7 @@ where it is read, and from nothing else:
   a scan's slices        go into the scan as shards and are gathered in its body, layer by layer
   what a loop reads in   is gathered before it, once; so is what a branch reads, since devices may
   every turn             take different ones
-  a matrix first read    rides through their loop as a shard, tied to its turns (riders.py)
+  a matrix first read    is gathered during the last layer (layers.py)
   after the layers
   a table of which rows  is not gathered: every device is sent the rows that it asks for
   are read, few of many  (collectives/lookup.py)
@@ -26,23 +26,20 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from zero_jax.engine import layers as explicit
 from zero_jax.engine import repeats
-from zero_jax.engine.loops import Loop
 from zero_jax.engine.reading import is_own_remat
 from zero_jax.engine.regathered import regathered
 from zero_jax.engine.replay import NONE, How, Tap, place_of, replay
-from zero_jax.engine.unrolled import Unrolled
+from zero_jax.engine.scans import LayerScan
+from zero_jax.engine.unrolled import UnrolledLayers
 from zero_jax.engine.weights import Apart, Form, Opener, Source, Weight, opened, whole
 from zero_jax.remat import policies, recompute
-from zero_jax.remat.activations import can_move
 from zero_jax.remat.policies import Place, Remat
 from zero_jax.tracing import jaxpr as equations
 
 # Operations that decide for themselves what they keep. To run one again would be dear: a loop as a
 # whole, or a function that has a gradient of its own since it should not be.
 _KEEPS = frozenset(("scan", "custom_vjp_call"))
-NOTHING = Apart([])
 
 
 def run(
@@ -50,7 +47,7 @@ def run(
     args: Sequence[Any],
     policy: Remat,
     bucket_bytes: float,
-    riders: Sequence[int | None] = (),
+    heads: Sequence[int | None] = (),
     *,
     outside: bool = False,
 ) -> list[Any]:
@@ -61,7 +58,8 @@ def run(
       args: its inputs: weights and arrays.
       policy: what the layers keep.
       bucket_bytes: see `How`.
-      riders: of each leaf the equation, a loop over layers, through which it rides; or None.
+      heads: For each parameter the last equation of the layers during which it is gathered, or
+        None.
       outside: see `How`.
 
     Raises:
@@ -74,7 +72,7 @@ def run(
     runs = repeats.runs_of(jaxpr, forms)
     how = How(evaluate, policy, bucket_bytes=bucket_bytes, outside=outside)
     last = max([run[0][0] for run in runs] + repeats.scans_of(jaxpr, forms), default=-1)
-    outs = evaluate(closed, args, how, runs=runs, riders=riders, last=last)
+    outs = evaluate(closed, args, how, runs=runs, heads=heads, last=last)
     return [opened(x) for x in outs]
 
 
@@ -106,7 +104,7 @@ def evaluate(
     how: How,
     *,
     runs: Sequence[Sequence[Sequence[int]]] = (),
-    riders: Sequence[int | None] = (),
+    heads: Sequence[int | None] = (),
     last: int = -1,
     kept: Mapping[int, Place] | None = None,
     tap: Tap | None = None,
@@ -118,13 +116,13 @@ def evaluate(
       args: its inputs, arrays or weights.
       how: how equations are run.
       runs: those of its equations that are layers which are not scanned.
-      riders: see `run`.
+      heads: see `run`.
       last: the equation at which the last layers begin.
       kept: by equation, the place of its results, of which `tap` is told.
       tap: gives what goes on in a result's place.
     """
     kept, starts = kept or {}, {layers[0][0]: layers for layers in runs}
-    program = _Running(closed, args, how, riders, last)
+    program = _Running(closed, args, how, heads, last)
     at = 0
     while at < len(closed.jaxpr.eqns):
         if at in starts:
@@ -146,14 +144,14 @@ class _Running:
         closed: jex.ClosedJaxpr,
         args: Sequence[Any],
         how: How,
-        riders: Sequence[int | None],
+        heads: Sequence[int | None],
         last: int,
     ):
         self._jaxpr, self._how, self._last = closed.jaxpr, how, last
-        self._riders: dict[int, list[jex.Var]] = {}
-        for var, at in zip(closed.jaxpr.invars, riders, strict=False):
+        self._heads: dict[int, list[jex.Var]] = {}
+        for var, at in zip(closed.jaxpr.invars, heads, strict=False):
             if at is not None:
-                self._riders.setdefault(at, []).append(var)
+                self._heads.setdefault(at, []).append(var)
         self._env = dict(zip(self._jaxpr.invars, args, strict=True))
         # JAX's own functions are given arrays, where a trace may hold NumPy's.
         self._env.update(zip(self._jaxpr.constvars, map(jnp.asarray, closed.consts), strict=True))
@@ -171,56 +169,37 @@ class _Running:
             self._flush()
             values = [equations.read(self._env, a) for a in eqn.invars]
             stopped = [equations.is_in(a, self._idle) for a in eqn.invars]
-            riders = Apart([self._env[v] for v in self._riders.get(at, ())])
+            heads = self._heads_of(at)
             how = dataclasses.replace(self._how, keep_last=at == self._last)
-            made = run_equation(eqn, values, stopped, how, riders)
+            made = run_equation(eqn, values, stopped, how, heads.sources)
             self._env.update(zip(eqn.outvars, made, strict=False))
-            self._arrived(riders, made[len(eqn.outvars) :])
+            if len(made) > len(eqn.outvars):
+                self._gathered(heads, made[len(eqn.outvars) :])
 
-    def _arrived(self, riders: Apart, arrays: Sequence[Any]) -> None:
-        """Whoever reads them reads what came out of the loop."""
-        it = iter(arrays)
-        if arrays and isinstance(arrays[0], Source):
-            new = dict(zip(riders.sources, arrays, strict=True))
-        else:
-            new = {
-                s: dataclasses.replace(s, arrays=tuple(next(it) for _ in s.arrays), rode=True)
-                for s in riders.sources
-            }
+    def _gathered(self, heads: Apart, arrays: Sequence[Any]) -> None:
+        """Replaces heads that were gathered during the last layer."""
+        new = dict(zip(heads.sources, map(whole, arrays), strict=True))
         for var, x in self._env.items():
             if isinstance(x, Weight) and x.source in new:
                 self._env[var] = dataclasses.replace(x, source=new[x.source])
 
     def layers(self, layers: Sequence[Sequence[int]]) -> None:
-        """Layers that are not scanned, and what lies between them and only re-arranges leaves."""
+        """Runs unrolled layers, and the equations between them that only rearrange parameters."""
         own = {at for layer in layers for at in layer}
         for other in range(layers[0][0], layers[-1][-1] + 1):
             if other not in own:
                 self.one(other)
         self._flush()
-        if explicit.EXPLICIT and self._how.policy.kind != "block_sqrt":
-            self._unrolled(layers)
-        else:
-            Unrolled(self._env, self._stretch, self._fixed, self._how).run(layers)
-
-    def _unrolled(self, layers: Sequence[Sequence[int]]) -> None:
         how = dataclasses.replace(self._how, keep_last=layers[0][0] == self._last)
-        bodies = [self._stretch(layer) for layer in layers]
-        last, fixed = self._stretch.last_read, self._fixed
-        moves = [
-            {
-                v
-                for v in body.jaxpr.invars
-                if v not in fixed and can_move(v.aval) and last[v] <= layer[-1]
-            }
-            for body, layer in zip(bodies, layers, strict=True)
-        ]
-        made = [v for body in bodies for v in body.jaxpr.outvars]
-        results = [v for v in made if last[v] > layers[-1][-1]]
-        riders = Apart([self._env[v] for v in self._riders.get(layers[-1][-1], ())])
-        outs = explicit.unrolled(bodies, self._env, results, moves, riders.sources, how)
-        self._env.update(zip(results, outs, strict=False))
-        self._arrived(riders, list(map(whole, outs[len(results) :])))
+        unrolled = UnrolledLayers(self._env, self._stretch, self._fixed, how)
+        if how.policy.kind == "block_sqrt":
+            unrolled.run_in_groups(layers)
+        else:
+            heads = self._heads_of(layers[-1][-1])
+            self._gathered(heads, unrolled.run(layers, heads.sources))
+
+    def _heads_of(self, at: int) -> Apart:
+        return Apart([self._env[v] for v in self._heads.get(at, ())])
 
     def told(self, at: int, place: Place, tap: Tap) -> None:
         """Puts in place of an equation's results what `tap` makes of them."""
@@ -246,16 +225,23 @@ def run_equation(
     values: list[Any],
     stopped: Sequence[bool],
     how: How,
-    riders: Apart = NOTHING,
+    heads: Sequence[Source] = (),
 ) -> list[Any]:
-    """The results of one equation that is given weights, and values some of which are stopped; and
-    then the riders, for a loop that is given some."""
+    """Returns the results of an equation, then the heads if they were gathered during it.
+
+    Args:
+      eqn: The equation.
+      values: Its operands.
+      stopped: Which of them have no derivative.
+      how: How equations are run.
+      heads: Parameters that are first used after it.
+    """
     name = eqn.primitive.name
     if len(values) == 1 and (made := values[0].through(eqn)) is not None:
         place_of(eqn, set(eqn.outvars), how.policy)  # complains of a name
         return made
     if name == "scan":
-        return _scan(eqn, values, stopped, how, riders)
+        return _scan(eqn, values, stopped, how, heads)
     if name == "gather" and isinstance(values[0], Weight) and values[0].source.rows is not None:
         return [values[0].rows(eqn, values[1])]
     if how.open is not None:
@@ -285,7 +271,7 @@ def _gathering(
     apart = Apart(values)
     if apart.free:
         return run(*map(opened, values))
-    if not how.in_loop and not all(source.rode for source in apart.sources):
+    if not how.in_loop:
         # Else the gradient is computed, and sent, when layers have run backward: it or what it is
         # made of would wait until then.
         values = [
@@ -306,27 +292,27 @@ def _whole_run(run: Callable[..., list[Any]], apart: Apart, flat: Sequence[Any])
 
 
 def _scan(
-    eqn: jex.JaxprEqn, values: list[Any], stopped: Sequence[bool], how: How, riders: Apart
+    eqn: jex.JaxprEqn,
+    values: list[Any],
+    stopped: Sequence[bool],
+    how: How,
+    heads: Sequence[Source],
 ) -> list[Any]:
-    """A scan over weights: slices of shards are gathered in its body, the rest before it."""
-    consts, carried = equations.state_of(eqn)
-    loop: Any = Loop(eqn, consts, carried, values, riders.arrays)
-    given, run = loop.given, lambda *whole: loop.run(whole, how)
+    """A scan over parameters: slices of shards are gathered in its body, the rest before it."""
     if how.open is not None:
         inside = dataclasses.replace(how, policy=NONE, in_loop=True, open=None)
-        return loop.run(list(map(how.open, given)), inside)
-    is_explicit = False
-    if explicit.EXPLICIT and not how.in_loop and eqn.params["length"]:
-        layers = explicit.ScannedLayers(eqn, values, riders.sources, how)
-        is_explicit = layers.is_explicit
-        if is_explicit:
-            given, run = layers.operands, lambda *whole: layers.run(whole)
-    others = [own for i, own in enumerate(stopped) if i not in loop.sliced]
+        scan = LayerScan(eqn, values, inside)
+        return scan.run(list(map(how.open, scan.operands)))
+    scan = LayerScan(eqn, values, how)
+    heads = heads if scan.is_explicit else ()
+    given = [*scan.operands, *(x for source in heads for x in source.arrays)]
+    others = [own for i, own in enumerate(stopped) if i not in scan.sliced]
     still = [*others, *[False] * (len(given) - len(others))]
-    outs = _gathering(run, given, still, how, again=False)
-    if not is_explicit:
-        return outs
-    return [*outs[: len(eqn.outvars)], *map(whole, outs[len(eqn.outvars) :])]
+
+    def run(*operands: Any) -> list[Any]:
+        return scan.explicit(operands, heads) if scan.is_explicit else scan.run(operands)
+
+    return _gathering(run, given, still, how, again=False)
 
 
 def _own_remat(eqn: jex.JaxprEqn, values: list[Any], how: How) -> list[Any]:

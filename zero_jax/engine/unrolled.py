@@ -1,107 +1,162 @@
-"""Runs layers that are not scanned, as the remat policy says: one by one, in groups, as a chain."""
+"""Layers that are not scanned, as layers with explicit passes, or in groups of these."""
 
+import collections
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax.extend.core as jex
 
-from zero_jax.engine import chain
-from zero_jax.engine.replay import How, replay
-from zero_jax.engine.weights import Apart, Weight, whole
-from zero_jax.remat import layer_groups, policies, recompute
+from zero_jax.collectives.barriers import Arrays
+from zero_jax.engine.layer_passes import Block, stopped
+from zero_jax.engine.layers import ExplicitLayers, LayerNode, heads_of
+from zero_jax.engine.replay import BLOCK, How, replay
+from zero_jax.engine.weights import Apart, Source, Weight, whole
+from zero_jax.remat import recompute
 from zero_jax.remat.activations import can_move
-from zero_jax.remat.policies import Place
 from zero_jax.tracing import jaxpr as equations
-
-_BLOCK = policies.parse("block")
 
 
 @dataclasses.dataclass(frozen=True)
-class Unrolled:
-    """Layers in a program, and what is known where they begin.
+class UnrolledLayers:
+    """Layers that follow on each other in a program.
 
     Attributes:
-      env: values of variables; extended by the layers' results.
-      stretch: makes a jaxpr of equations.
-      fixed: variables that are there from the beginning, and stay.
-      how: how equations are run.
+      env: Values of variables before the layers; `run` adds those of the results.
+      stretch: Makes a jaxpr of equations.
+      fixed: The inputs of the program, which exist during the whole step.
+      how: How equations are run.
     """
 
     env: dict[jex.Var, Any]
     stretch: equations.Stretches
-    fixed: set[jex.Var]
+    fixed: Container[jex.Var]
     how: How
 
-    def run(self, layers: Sequence[Sequence[int]]) -> None:
-        """Runs layers that follow on each other, each told by its equations."""
-        if self.how.policy.kind == "none":
-            for layer in layers:
-                self._alone(layer)
-        elif self.how.policy.kind == "block_sqrt":
-            for group in layer_groups.neighbours(layers):
-                self._group(group)
-        else:
-            self._chain(layers)
+    def run(self, layers: Sequence[Sequence[int]], heads: Sequence[Source] = ()) -> list[Any]:
+        """Runs layers, each given by its equations.
 
-    def _alone(self, layer: Sequence[int]) -> None:
-        """Runs a layer that keeps all it wants but the weights."""
-        body, apart = self._taken(layer)
-        apart = apart if apart.free else apart.tied()
-        self._made(body.jaxpr.outvars, self.how.evaluate(body, apart.values, self.how))
+        Args:
+          layers: The equations of each.
+          heads: Parameters that are first used after the layers.
+
+        Returns:
+          The gathered heads.
+        """
+        bodies = [self.stretch(layer) for layer in layers]
+        last = self.stretch.last_read
+        made = [v for body in bodies for v in body.jaxpr.outvars]
+        results = [v for v in made if last[v] > layers[-1][-1]]
+        moves = [self._inputs(body, layer) for body, layer in zip(bodies, layers, strict=True)]
+        outs = _explicit(bodies, self.env, results, moves, heads, self.how)
+        self.env.update(zip(results, outs, strict=False))
+        return outs[len(results) :]
+
+    def run_in_groups(self, layers: Sequence[Sequence[int]]) -> None:
+        """Runs groups of about √L layers, for `block_sqrt`; see `scans.LayerScan`."""
+        size = round(math.sqrt(len(layers)))
+        for start in range(0, len(layers), size):
+            self._group(layers[start : start + size])
 
     def _group(self, layers: Sequence[Sequence[int]]) -> None:
-        """Runs neighbouring layers, which are run again as a whole, and then each by itself."""
-        body, apart = self._taken([at for layer in layers for at in layer])
+        """Runs layers, which are run again as a whole, and then each by itself."""
+        body = self.stretch([at for layer in layers for at in layer])
+        apart = Apart([self.env[v] for v in body.jaxpr.invars])
         plain = [v for v in body.jaxpr.invars if not isinstance(self.env[v], Weight)]
-        places = self._places(plain, layers[-1])
+        own = self._inputs(body, layers[-1])
+        places = {i: self.how.policy.inputs for i, v in enumerate(plain) if v in own}
         starts = [sum(map(len, layers[:i])) for i in range(len(layers))]
         inner = [range(a, a + len(layer)) for a, layer in zip(starts, layers, strict=True)]
 
         def run(flat: Sequence[Any], *_: Any) -> list[Any]:
-            inside = dataclasses.replace(self.how, policy=_BLOCK)
+            inside = dataclasses.replace(self.how, policy=BLOCK, keep_last=False)
             return self.how.evaluate(body, apart.together(flat), inside, runs=[inner])
 
-        self._made(body.jaxpr.outvars, recompute.layer(run, places, barrier=True)(*apart.flat))
+        outs = recompute.layer(run, places, barrier=True)(*apart.flat)
+        self.env.update(zip(body.jaxpr.outvars, outs, strict=True))
 
-    def _chain(self, layers: Sequence[Sequence[int]]) -> None:
-        """Runs layers that gather while the one before them computes."""
-        links, shards = zip(*map(self._link, layers), strict=True)
-        made = {v for link in links for v in link.makes}
-        given = list(dict.fromkeys(v for link in links for v in link.reads if v not in made))
-        results = [v for v in made if self.stretch.last_read[v] > layers[-1][-1]]
-        run = chain.chain(links, given, results)
-        self._made(results, run([self.env[v] for v in given], list(shards)))
+    def _inputs(self, body: jex.ClosedJaxpr, layer: Sequence[int]) -> set[jex.Var]:
+        """Returns inputs that no later layer reads: they are saved where the policy says."""
+        return {
+            v
+            for v in body.jaxpr.invars
+            if v not in self.fixed and can_move(v.aval) and self.stretch.last_read[v] <= layer[-1]
+        }
 
-    def _link(self, layer: Sequence[int]) -> tuple[chain.Link, list[Any]]:
-        """A layer as one of a chain, and the arrays of its weights."""
-        body = self.stretch(layer)
-        given = body.jaxpr.invars
-        weights = {v for v in given if isinstance(self.env.get(v), Weight)}
-        apart = Apart([self.env[v] for v in given if v in weights])
-        reads = [v for v in given if v not in weights]
 
-        def values(flat: Sequence[Any]) -> list[Any]:
-            count = len(apart.sources)
-            leaves, rest = iter(apart.of([], list(map(whole, flat[:count])))), iter(flat[count:])
-            return [next(leaves if v in weights else rest) for v in given]
+def _explicit(
+    bodies: Sequence[jex.ClosedJaxpr],
+    env: Mapping[jex.Var, Any],
+    results: Sequence[jex.Var],
+    moves: Sequence[Container[jex.Var]],
+    heads: Sequence[Source],
+    how: How,
+) -> list[Any]:
+    """Runs layers with the passes of `layers.py`.
 
-        run = replay(body, values, weights, self.how, in_loop=False, midway=True)
-        places = self._places(reads, layer)
-        return chain.Link(run, apart.sources, reads, body.jaxpr.outvars, places), apart.arrays
+    Args:
+      bodies: The layers.
+      env: The values of their inputs.
+      results: Results that are read after the last layer.
+      moves: The inputs of each layer that are saved where the remat policy says.
+      heads: Parameters that are first used after the layers.
+      how: How equations are run.
 
-    def _taken(self, part: Sequence[int]) -> tuple[jex.ClosedJaxpr, Apart]:
-        """Equations as a jaxpr, and its inputs."""
-        body = self.stretch(part)
-        return body, Apart([self.env[v] for v in body.jaxpr.invars])
-
-    def _made(self, results: Sequence[jex.Var], values: Sequence[Any]) -> None:
-        self.env.update(zip(results, values, strict=True))
-
-    def _places(self, reads: Sequence[jex.Var], layer: Sequence[int]) -> dict[int, Place]:
-        """Where a layer's input is kept: what it reads and nothing after it does, by position."""
-        mine = (
-            v not in self.fixed and can_move(v.aval) and self.stretch.last_read[v] <= layer[-1]
-            for v in reads
+    Returns:
+      The results, then the gathered heads.
+    """
+    numbers: dict[jex.Var, int] = {}
+    links: list[LayerNode] = []
+    shards: list[Any] = []
+    parts = [[v for v in body.jaxpr.invars if isinstance(env.get(v), Weight)] for body in bodies]
+    reads = [
+        [v for v in body.jaxpr.invars if v not in own]
+        for body, own in zip(bodies, parts, strict=True)
+    ]
+    readers = collections.Counter(v for own in reads for v in own)
+    for body, weights, inputs, own in zip(bodies, parts, reads, moves, strict=True):
+        apart = Apart([env[v] for v in weights])
+        count, makes = len(apart.sources), body.jaxpr.outvars
+        values = _values_of(body, weights, apart)
+        block = Block(
+            run=replay(body, values, {*weights}, how, in_loop=False, midway=True),
+            sources=apart.sources,
+            places={count + k: how.policy.inputs for k, v in enumerate(inputs) if v in own},
+            stopped=stopped(apart),
+            remote={k for k, x in enumerate(apart.sources) if not (x.free or x.local)},
         )
-        return {i: self.how.policy.inputs for i, own in enumerate(mine) if own}
+        for v in (*inputs, *makes):
+            numbers.setdefault(v, len(numbers))
+        links.append(
+            LayerNode(
+                block=block,
+                reads=[numbers[v] for v in inputs],
+                types=[v.aval for v in inputs],
+                makes=[numbers[v] for v in makes],
+                floats=list(map(equations.is_float, makes)),
+                ordered=[numbers[v] for v in inputs if readers[v] == 1],
+                saves=range(len(inputs)),
+                group=len(links),
+            )
+        )
+        shards.append([list(source.arrays) for source in apart.sources])
+    made = {v for body in bodies for v in body.jaxpr.outvars}
+    given = [v for v in dict.fromkeys(v for own in reads for v in own) if v not in made]
+    names = [numbers[v] for v in given], [numbers[v] for v in results]
+    layers = ExplicitLayers(links, heads_of(heads), *names, how)
+    shards.append([list(source.arrays) for source in heads])
+    return layers.run([env[v] for v in given], shards)
+
+
+def _values_of(
+    body: jex.ClosedJaxpr, weights: Sequence[jex.Var], apart: Apart
+) -> Callable[[Arrays], list[Any]]:
+    """Returns a function from the arguments of a layer to the operands of its body."""
+    count = len(apart.sources)
+
+    def values(args: Arrays) -> list[Any]:
+        params, rest = iter(apart.of([], list(map(whole, args[:count])))), iter(args[count:])
+        return [next(params if v in weights else rest) for v in body.jaxpr.invars]
+
+    return values

@@ -87,7 +87,6 @@ class Source:
       free: whether that sends nothing and makes nothing (stages 0 and 1).
       rows: of a table that is looked up: makes the rows that a gather takes, of the arrays, the
         gather's indices and its parameters.
-      rode: whether its arrays come out of a loop, which says when their gradients are due.
       local: whether making it communicates nothing, since every device has a copy (stages 0 to 2).
       back: makes gradients of the arrays of that of the leaf, None for an array without.
     """
@@ -96,7 +95,6 @@ class Source:
     make: Callable[..., Any]
     free: bool
     rows: Callable[..., Any] | None = None
-    rode: bool = False
     local: bool = False
     back: Callable[[Any], tuple[Any, ...]] = lambda gradient: (gradient,)
 

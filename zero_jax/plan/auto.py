@@ -29,7 +29,6 @@ from zero_jax.plan.candidates import Candidate
 from zero_jax.plan.plans import Plan
 from zero_jax.plan.tables import gigabytes
 from zero_jax.remat import policies
-from zero_jax.remat.layer_groups import CannotGroup
 from zero_jax.sharding import layout
 from zero_jax.sharding.mesh import batch_shards
 from zero_jax.sharding.paths import trained_part
@@ -162,7 +161,7 @@ class _Search:
             if planned is None:
                 try:
                     planned = self.plan(candidate, False)
-                except (CannotGroup, CannotStream) as error:
+                except CannotStream as error:
                     self.report(f"skipped {candidate}: {error}")
                     self.left_out.append(error)
                     continue
@@ -202,10 +201,7 @@ class _Search:
             if candidate not in self.tried or candidate.cost()[0] != first.candidate.cost()[0]:
                 continue
             before = seconds_of(self.considered[-1].plan)
-            try:
-                self.considered.append(self._judged(candidate, self.plan(candidate, False)))
-            except CannotGroup:
-                break
+            self.considered.append(self._judged(candidate, self.plan(candidate, False)))
             now = seconds_of(self.considered[-1].plan)
             fits = self.considered[-1].fits
             if not fits or before is None or now is None or now >= before:

@@ -34,7 +34,6 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from zero_jax.engine import expert_all_to_all
-from zero_jax.engine.loops import TOGETHER
 from zero_jax.plan.buffers import (
     KERNELS,
     PRODUCTS,
@@ -367,7 +366,7 @@ def _gathered_ahead(layer: Sequence[Operation], schedule: Schedule) -> list[int]
     sends = [o for o in layer if expert_all_to_all.SCOPE in o.context]
     sizes = [v.bytes for o in layer if o.name == "all_gather" and o not in sends for v in o.outputs]
     bucket = schedule.bucket_bytes
-    within = _up_to(sizes, math.inf if sum(sizes) <= TOGETHER * bucket else bucket)
+    within = _up_to(sizes, math.inf if sum(sizes) <= 2 * bucket else bucket)
     # Few collectives run at once, and all of a layer waits for those of its tokens: weights of more
     # than a bucket come after these.
     return [] if sends and sum(within) > bucket else within * schedule.layers_ahead

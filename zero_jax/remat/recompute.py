@@ -7,7 +7,7 @@ Then it takes the gradient. `jax.checkpoint` splits one trace in two, and would 
 partitioned value in the forward pass and gather it there too.
 
 `layer` wraps a single layer, such as the body of a scan, which gathers its weights itself.
-`engine/chain.py` runs unrolled layers.
+`engine/layers.py` runs layers whose parameters are gathered ahead.
 
 Inputs that a scan hands over unchanged (weights, constants, keys) are saved as they are: the scan
 does not stack them a second time.
@@ -125,7 +125,7 @@ class Layer:
 
 
 def layer(
-    run: Run, places: Mapping[int, Place], *, barrier: bool, within: Sequence[int] = ()
+    run: Run, places: Mapping[int, Place], *, barrier: bool
 ) -> Callable[..., list[jax.Array]]:
     """Wraps a layer so that its backward pass runs it again.
 
@@ -136,8 +136,6 @@ def layer(
         runs there and keep the values in between, and would send the gradients of all layers
         together, which keeps them all alive. So the second run waits for the cotangents, and the
         backward pass of the previous layer for the gradients of this one.
-      within: Positions of inputs whose gradients XLA must complete with the layer. It may hand
-        gradients that a loop only stacks to the next iteration before they are summed.
 
     Returns:
       A function of the layer's inputs, flat, that returns its results.
@@ -166,8 +164,6 @@ def layer(
             if barrier:
                 held, cotangents = together((held, cotangents))
             grads = own.gradients(trained, held.all(), cotangents)
-            pairs = zip(trained, grads, strict=True)
-            grads = [together(x) if i in within else x for i, x in pairs]
             ready = dict(zip(trained, together(grads) if barrier else grads, strict=True))
             return tuple(ready.get(i) for i in range(len(args)))
 

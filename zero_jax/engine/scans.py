@@ -1,0 +1,247 @@
+"""A scan over sharded parameters: their slices enter it as shards, and its body gathers them."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from zero_jax.collectives.barriers import Arrays
+from zero_jax.engine import repeats
+from zero_jax.engine.layer_passes import Block, stopped
+from zero_jax.engine.layers import MOST_BUCKETS, UNROLL, ExplicitLayers, LayerNode, heads_of
+from zero_jax.engine.replay import BLOCK, How, replay
+from zero_jax.engine.weights import Apart, Form, Source, Weight, opened, whole
+from zero_jax.remat import recompute
+from zero_jax.remat.policies import Remat
+from zero_jax.tracing import jaxpr as equations
+from zero_jax.tracing.dataflow import HasGradient, read_inputs
+
+
+def fallback(
+    jaxpr: jex.Jaxpr, forms: Mapping[jex.Var, Form], policy: Remat, bucket_bytes: float
+) -> str:
+    """Returns why `jax.lax.scan` runs the layers, not the passes of `layers.py`, or "".
+
+    Args:
+      jaxpr: The body of a scan.
+      forms: Its inputs that are slices of parameters.
+      policy: The remat policy.
+      bucket_bytes: The maximum bytes per collective.
+    """
+    sizes = {form.leaf: equations.bytes_of(var) for var, form in forms.items()}
+    if policy.kind == "block_sqrt":
+        return "run in groups"
+    if repeats.scans_of(jaxpr, forms):
+        return "not prefetched: a layer scans over parameters"
+    if sum(sizes.values()) > MOST_BUCKETS * bucket_bytes:
+        return f"not prefetched: a layer is larger than {MOST_BUCKETS} buckets"
+    return ""
+
+
+class LayerScan:
+    """A scan over layers of sharded parameters.
+
+    Attributes:
+      operands: Inputs of `run` and `explicit`: operands that are not sliced parameters, then the
+        shards of those. Operands read in every iteration are gathered before.
+      others: The number of operands that are not sliced parameters.
+      sliced: Positions of the sliced parameters among all operands.
+
+    Args:
+      eqn: The scan.
+      values: Its operands, arrays or parameters.
+      how: How equations are run.
+    """
+
+    def __init__(self, eqn: jex.JaxprEqn, values: Sequence[Any], how: How):
+        self._eqn, self._how = eqn, how
+        self._body = equations.written_out(equations.inner(eqn))
+        self._consts, self._carried = equations.state_of(eqn)
+        first = self._consts + self._carried
+        own = {
+            i: x.sliced()
+            for i, x in enumerate(values)
+            if i >= first and isinstance(x, Weight) and x.form.may_slice
+        }
+        self.sliced, self._slices = set(own), Apart(list(own.values()))
+        self._stacks = Apart([values[i] for i in own])
+        others = [x for i, x in enumerate(values) if i not in own]
+        self.others, self.operands = len(others), [*others, *self._slices.arrays]
+        self._weights = {self._body.jaxpr.invars[i]: weight for i, weight in own.items()}
+
+    @property
+    def is_explicit(self) -> bool:
+        """True if the passes of `layers.py` run the scan."""
+        how, forms = self._how, {v: weight.form for v, weight in self._weights.items()}
+        if how.in_loop or how.open is not None or not self._eqn.params["length"]:
+            return False
+        gathers = any(not source.free for source in self._slices.sources)
+        return gathers and not fallback(self._body.jaxpr, forms, how.policy, how.bucket_bytes)
+
+    def explicit(self, operands: Arrays, heads: Sequence[Source] = ()) -> list[Any]:
+        """Runs the scan with the passes of `layers.py`.
+
+        Args:
+          operands: See above, then the shards of the heads.
+          heads: Parameters that are first used after the scan.
+
+        Returns:
+          The results, then the gathered heads.
+        """
+        layers = self._layers(heads)
+        inputs, it = list(operands[: self.others]), iter(operands[self.others :])
+        shards = []
+        for source in self._slices.sources:
+            own = [next(it) for _ in source.arrays]
+            inputs.extend(own) if source.free else shards.append(own)
+        ends = [[next(it) for _ in source.arrays] for source in heads]
+        return layers.run(inputs, [shards, ends])
+
+    def _layers(self, heads: Sequence[Source]) -> ExplicitLayers:
+        consts, carried, jaxpr = self._consts, self._carried, self._body.jaxpr
+        # Parameters that every device holds are inputs like any other.
+        sources = [source for source in self._slices.sources if not source.free]
+        flags = zip(jaxpr.invars, read_inputs(jaxpr), strict=True)
+        read = {self._weights[v].source for v, flag in flags if flag and v in self._weights}
+
+        def values(args: Arrays) -> list[Any]:
+            """Returns the operands of the body, given the arguments of a layer."""
+            params, free = iter(args[: len(sources)]), iter(args[len(sources) + self.others :])
+            own = [whole(next(free if x.free else params)) for x in self._slices.sources]
+            return self._merged(args[len(sources) :], self._slices.of([], own))
+
+        block = Block(
+            run=replay(self._body, values, {*self._weights}, self._how, in_loop=True, midway=True),
+            sources=sources,
+            places={len(sources) + consts + i: self._how.policy.inputs for i in range(carried)},
+            stopped=stopped(self._slices) | {*sources} - read,
+            # Others are whole on every device, or unused.
+            remote={i for i, x in enumerate(sources) if x in read and not x.local},
+        )
+        free = [x.arrays[0] for x in self._slices.sources if x.free]
+        inputs, carry = range(self.others + len(free)), range(consts, consts + carried)
+        makes = [*carry, *range(len(inputs), len(inputs) + len(jaxpr.outvars) - carried)]
+        length, step = self._eqn.params["length"], -1 if self._eqn.params["reverse"] else 1
+        looped = max(0, length - 2) // UNROLL * UNROLL
+        link = LayerNode(
+            block=block,
+            reads=inputs,
+            types=[v.aval for i, v in enumerate(jaxpr.invars) if i not in self.sliced] + free,
+            makes=makes,
+            floats=list(map(equations.is_float, jaxpr.outvars)),
+            ordered=carry,
+            saves=carry,
+            group=0,
+        )
+        return ExplicitLayers(
+            links=[dataclasses.replace(link, index=i) for i in range(length)[::step]],
+            heads=heads_of(heads),
+            given=inputs,
+            results=makes,
+            how=self._how,
+            loop=range(1, 1 + looped) if looped else range(0),
+            stacks=frozenset([*inputs[consts + carried :], *makes[carried:]]),
+            moved=lambda inputs, shards: self._moved(block, inputs, shards),
+        )
+
+    def _moved(self, block: Block, inputs: set[int], shards: Sequence[Sequence[bool]]) -> set[int]:
+        """Returns the inputs with a gradient in each layer, given those that have one at first."""
+        trained = {block.sources[at] for at in block.trained(shards)[1]}
+        free = dict(enumerate((x for x in self._slices.sources if x.free), self.others))
+        moving = {n for n in inputs if n in free and free[n] not in block.stopped}
+        trained |= {free[n] for n in moving}
+        weights = [w.source in trained and not w.form.stopped for w in self._slices.values]
+        flags = self._merged([n in inputs for n in range(self.others)], weights)
+        flags = HasGradient().body(self._eqn, flags)[0]
+        own = [i for i in range(len(flags)) if i not in self.sliced]
+        variables = self._body.jaxpr.invars
+        moved = {n for n, i in enumerate(own) if flags[i] and equations.is_float(variables[i])}
+        return moved | moving
+
+    def _merged(self, others: Sequence[Any], slices: Sequence[Any]) -> list[Any]:
+        """Returns a list in the order of the operands."""
+        a, b = iter(others), iter(slices)
+        return [next(b if i in self.sliced else a) for i in range(len(self._eqn.invars))]
+
+    def run(self, operands: Arrays) -> list[Any]:
+        """Runs `jax.lax.scan`; the body gathers the parameters of one layer, and runs again in the
+        backward pass as the remat policy says. Returns the results."""
+        how, params = self._how, self._eqn.params
+        if how.policy.kind == "none":
+            inside = dataclasses.replace(how, in_loop=True)
+
+            def step(*args: Any) -> list[Any]:
+                return list(map(opened, how.evaluate(self._body, self._values(args), inside)))
+        elif how.policy.kind == "block_sqrt" and self.sliced and not how.outside:
+            return self._in_groups(operands)
+        else:
+            layer = replay(self._body, self._values, {*self._weights}, how, in_loop=True)
+            # No barrier is needed: forward and backward of a scan are loops of their own.
+            step = self._recomputed(layer)
+        return self._scan(step, operands, params["length"], params["unroll"])
+
+    def _values(self, args: Arrays) -> list[Any]:
+        """Returns the operands of the body, given those of one iteration."""
+        return self._merged(args[: self.others], self._slices.together(args[self.others :]))
+
+    def _recomputed(self, run: recompute.Run) -> Any:
+        own = range(self._consts, self._consts + self._carried)
+        places = dict.fromkeys(own, self._how.policy.inputs) if self.sliced else {}
+        return recompute.layer(run, places, barrier=False)
+
+    def _scan(self, step: Any, operands: Arrays, length: int, unroll: int = 1) -> list[Any]:
+        """Runs `jax.lax.scan` with flat operands: constants, carry and stacks in this order."""
+        first = self._consts + self._carried
+        fixed, carry = operands[: self._consts], operands[self._consts : first]
+
+        def body(carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
+            outs = step(*fixed, *carry, *xs)
+            return outs[: self._carried], outs[self._carried :]
+
+        reverse = self._eqn.params["reverse"]
+        xs = list(operands[first:])
+        carry, ys = jax.lax.scan(
+            body, list(carry), xs, length=length, reverse=reverse, unroll=unroll
+        )
+        return [*carry, *ys]
+
+    def _in_groups(self, operands: Arrays) -> list[Any]:
+        """Runs groups of about √L layers, for `block_sqrt`: a group is run again as a whole, and
+        then each of its layers. So 2·√L inputs of layers are held, for one more forward pass.
+
+        Source: Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv:1604.06174).
+        """
+        length, first = self._eqn.params["length"], self._consts + self._carried
+        size = round(math.sqrt(length))
+        count = length // size
+        # The last group of the sequence has the layers that are left over.
+        left = length - count * size
+        bounds = (left, length) if self._eqn.params["reverse"] else (0, count * size)
+        fixed, xs = operands[: self._consts], operands[first:]
+        carry = operands[self._consts : first]
+        groups = [jax.lax.reshape(x[slice(*bounds)], (count, size, *x.shape[1:])) for x in xs]
+        outs = self._scan(self._group(size), [*fixed, *carry, *groups], count)
+        carry, ys = outs[: self._carried], outs[self._carried :]
+        ys = [jax.lax.reshape(y, (count * size, *y.shape[2:])) for y in ys]
+        if left:
+            rest = slice(0, left) if bounds[0] else slice(bounds[1], length)
+            outs = self._group(left)(*fixed, *carry, *(x[rest] for x in xs))
+            carry, more = outs[: self._carried], outs[self._carried :]
+            pairs = zip(more, ys, strict=True) if bounds[0] else zip(ys, more, strict=True)
+            ys = [jax.numpy.concatenate(pair) for pair in pairs]
+        return [*carry, *ys]
+
+    def _group(self, size: int) -> Any:
+        """Returns a function that runs so many layers, and again in the backward pass."""
+        eqn = self._eqn.replace(params={**self._eqn.params, "length": size})
+        inside = dataclasses.replace(self._how, policy=BLOCK)
+
+        def group(args: Arrays, *_: Any) -> list[Any]:
+            stacks = self._stacks.together(args[self.others :])
+            scan = LayerScan(eqn, self._merged(args[: self.others], stacks), inside)
+            return scan.explicit(args) if scan.is_explicit else scan.run(args)
+
+        return self._recomputed(group)
