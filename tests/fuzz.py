@@ -147,14 +147,20 @@ class Leaf(NamedTuple):
     elements: int  # stored
     dim: int | None  # that is sharded over `data`
     secondary_shards: bool  # and over `replica`
+    kept: bool  # a slice fits in a bucket: of the last layers the last stays gathered
+    last: str = ""  # the last loop over slices, if it is of this leaf
+    head: int | None = None  # from this operation on it is the head of a loop: gathered once
 
 
-def leaf_of(x: Any, array: jax.Array, names: Sequence[str], trained: bool, rows: bool) -> Leaf:
+def leaf_of(
+    x: Any, array: jax.Array, names: Sequence[str], trained: bool, rows: bool, bucket: float
+) -> Leaf:
     axes = [a if isinstance(a, tuple) else (a,) for a in array.sharding.spec]
     dim = next((d for d, names in enumerate(axes) if "data" in names), None)
     elements = array.size // (2 if ("model",) in axes else 1)
     both = dim is not None and "replica" in axes[dim]
-    return Leaf(x.shape, names, trained, rows, elements, dim, both)
+    kept = x.size // max([1, *x.shape[:1]]) <= bucket
+    return Leaf(x.shape, names, trained, rows, elements, dim, both, kept)
 
 
 def _expected(leaf, mesh, stage, grad_accum_steps, remat) -> np.ndarray:
@@ -167,9 +173,12 @@ def _expected(leaf, mesh, stage, grad_accum_steps, remat) -> np.ndarray:
         gathered = leaf.elements * read
         scattered = leaf.elements * leaf.trained * (grad_accum_steps if stage == 2 else 1)
     elif mesh["data"] > 1:
-        pairs = [_operation(name, leaf, remat) for name in leaf.ops]
-        gathered = grad_accum_steps * (sum(g for g, _ in pairs) + leaf.elements * leaf.rows)
-        scattered = grad_accum_steps * sum(s for _, s in pairs)
+        pairs = [_operation(name, leaf, remat) for name in leaf.ops[: leaf.head]]
+        once = leaf.elements * (leaf.rows or leaf.head is not None)
+        gathered = grad_accum_steps * (sum(g for g, _ in pairs) + once)
+        # Rows of the aux have no gradient.
+        trained = leaf.head is not None and leaf.head < len(leaf.ops)
+        scattered = grad_accum_steps * (sum(s for _, s in pairs) + once * trained)
     if mesh.get("replica", 1) > 1:
         shard = leaf.elements // (1 if leaf.dim is None else mesh["data"])
         gathered += shard * leaf.secondary_shards * read
@@ -178,7 +187,35 @@ def _expected(leaf, mesh, stage, grad_accum_steps, remat) -> np.ndarray:
     return np.array([gathered, scattered, summed])
 
 
-def _operation(name: str, leaf: Leaf, remat: Any) -> tuple[int, int]:
+def _with_heads(leaves: Sequence[Leaf], bucket: float, remat: Any) -> list[Leaf]:
+    """Matrices that are read after a loop with products are gathered once for that, up to a bucket
+    of them for each loop; but those that are sliced outside of loops."""
+    order = [(at, i, name) for at, leaf in enumerate(leaves) for i, name in enumerate(leaf.ops)]
+    order += [(at, len(leaf.ops), "rows") for at, leaf in enumerate(leaves) if leaf.rows]
+    places = [p for p, (at, _, name) in enumerate(order) if name in ops.PRODUCTS]
+    places = [p for p in places if is_loop(order[p][2], leaves[order[p][0]])] * (
+        remat != "block_sqrt"
+    )
+    uses = {at: p for p, (at, _, name) in enumerate(order) if _is_read(name, leaves[at])}
+    found, left = list(leaves), dict.fromkeys(places, bucket)
+    for at, use in sorted(uses.items(), key=lambda pair: pair[1]):
+        leaf, loop = leaves[at], max((p for p in places if p < use), default=None)
+        sliced = leaf.dim != 0 and {*ops.ROWS, *ops.UNROLLED}.intersection(leaf.ops)
+        size = np.prod(leaf.shape)
+        if loop is None or not leaf.trained or len(leaf.shape) < 2 or sliced or size > left[loop]:
+            continue
+        left[loop] -= size
+        first = min(p for p, (own, *_) in enumerate(order) if own == at and p > loop)
+        found[at] = leaf._replace(head=order[first][1])
+    return found
+
+
+def _is_read(name: str, leaf: Leaf) -> bool:
+    """True for an operation that reads a leaf outside of loops over its slices."""
+    return not is_loop(name, leaf) and ops.GATHERS.get(name, 1) > 0
+
+
+def _operation(name: str, leaf: Leaf, remat: Any) -> tuple[float, float]:
     rows = leaf.shape[0]
     if name in ops.LOOPS:
         gathers, again, scatters = _loop(name, leaf, remat)
@@ -191,17 +228,24 @@ def _operation(name: str, leaf: Leaf, remat: Any) -> tuple[int, int]:
     return elements * (gathers + again * leaf.trained), elements * scatters * leaf.trained
 
 
-def _loop(name: str, leaf: Leaf, remat: Any) -> tuple[int, int, int]:
-    loop, keeps = ops.LOOPS[name], remat in ("none", JAX_REMATS["everything"])
-    own_remat = name == "scan checkpoint"
-    if loop is None or leaf.dim == 0:  # read in each iteration, and gathered before the loop
+def is_loop(name: str, leaf: Leaf) -> bool:
+    """True for a scan that takes slices of the shards of a leaf."""
+    return bool(leaf.shape) and leaf.dim != 0 and ops.LOOPS.get(name) is not None
+
+
+def _loop(name: str, leaf: Leaf, remat: Any) -> tuple[float, float, float]:
+    """How often a leaf is gathered, again for gradients, and reduce-scattered."""
+    keeps, own_remat = remat in ("none", JAX_REMATS["everything"]), name == "scan checkpoint"
+    if not is_loop(name, leaf):  # read in each iteration, and gathered before the loop
         return 1, not keeps or own_remat, 1
-    none, everything, carries = loop
-    if remat == "none":
-        return none, own_remat, none
-    groups = any(leaf.shape[0] % size == 0 for size in range(2, leaf.shape[0]))
-    grouped = remat == "block_sqrt" and carries and groups
-    return 1, (everything if keeps else 1) + grouped, 1
+    (reads, carries), layers = ops.LOOPS[name], max(1, leaf.shape[0])
+    if remat == "block_sqrt":
+        groups = -(-layers // round(layers**0.5)) if layers > 3 else layers
+        # Once more for each group but its last layer; without a carry for no layer.
+        return 1, 1 + (1 - groups / layers) * carries * (layers > 3), 1
+    # The first layer's input is data: where nothing is recomputed its gradient needs no parameter.
+    again = layers if own_remat or not keeps else (layers - 1) * reads
+    return 1, max(0, again - (name == leaf.last) * leaf.kept) / layers, 1
 
 
 @functools.lru_cache(maxsize=4)
@@ -250,7 +294,15 @@ def check(case: Case, settings: dict[str, Any], seed: int) -> str | None:
     sent = np.array([sum(c.sent_elements for c in found if c.kind == kind) for kind in KINDS])
     settled = mesh, *(options[name] for name in ("stage", "grad_accum_steps", "remat"))
     rows = [at == case.first for at in range(len(leaves))]
-    known = map(leaf_of, leaves, jax.tree.leaves(stored), case.ops, trained, rows)
+    bucket = options["bucket_bytes"] * model / (2 if options["precision"] == "bf16" else 4)
+    more = case.ops, trained, rows, [bucket] * len(leaves)
+    known = list(map(leaf_of, leaves, jax.tree.leaves(stored), *more))
+    loops = [
+        (at, name) for at, leaf in enumerate(known) for name in leaf.ops if is_loop(name, leaf)
+    ]
+    for at, name in loops[-1:]:
+        known[at] = known[at]._replace(last=name)
+    known = _with_heads(known, bucket, options["remat"])
     want = sum(_expected(leaf, *settled) for leaf in known)
     ok = np.all(0.99 * want <= sent) and np.all(sent <= 1.01 * want + SCALARS)
     return None if ok else f"elements {sent} for {want}"

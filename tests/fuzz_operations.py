@@ -189,12 +189,12 @@ ROWS = {"broadcast", "first row", "last row"}  # these read one row
 UNROLLED = {"unrolled", "iterated"}  # these read row by row
 
 
-# Loops over rows: operations that read a row, each a gather and a scatter; gathers again under
-# `everything_saveable`; has a carry (groups of `block_sqrt`). None: it reads the full leaf.
+# Loops over rows: whether gradients of inputs read the row; whether there is a carry (groups of
+# `block_sqrt`). None: it reads the full leaf.
 FULL = ("scan swapped", "scan flipped", "scan constant", "scan of scan", "fori")
-LOOPS: dict[str, tuple[int, bool, bool] | None] = dict.fromkeys(FULL)
-LOOPS |= dict.fromkeys(("scan", "scan cast"), (3, True, True))
-LOOPS |= dict.fromkeys(("scan checkpoint", "scan beside"), (1, True, True))
-LOOPS |= dict.fromkeys(("scan reverse", "scan metric"), (1, False, True))
-LOOPS["map"] = (1, False, False)
+LOOPS: dict[str, tuple[bool, bool] | None] = dict.fromkeys(FULL)
+LOOPS |= dict.fromkeys(("scan", "scan cast", "scan checkpoint", "scan beside"), (True, True))
+LOOPS |= dict.fromkeys(("scan reverse", "scan metric"), (False, True))
+LOOPS["map"] = (False, False)
+PRODUCTS = {"scan", "scan cast", "scan checkpoint"}  # loops of them hide communication
 ROUNDS = ("scan cast", "half and back")

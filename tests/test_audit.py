@@ -18,8 +18,12 @@ LAYERS, WIDTH = 8, 64
 KERNELS = LAYERS * 8 * WIDTH**2
 PSI = KERNELS + LAYERS * 4 * WIDTH
 
-# (all-gather, reduce-scatter, all-reduce) in elements per parameter, with k micro-batches.
-ELEMENTS = [lambda _: (0, 0, 2), lambda _: (1, 1, 0), lambda k: (1, k, 0), lambda k: (2 * k, k, 0)]
+# (all-gather, reduce-scatter, all-reduce) in elements per parameter, with k micro-batches. At stage
+# 3 the last layer stays gathered between the passes. XLA for CPUs removes barriers, and moves both
+# gathers of the first layer, which is not in the loop over layers, out of that over micro-batches.
+GATHERED = lambda k: 2 * k - (k + 2 * (k - 1)) / LAYERS  # noqa: E731
+ELEMENTS = [lambda _: (0, 0, 2), lambda _: (1, 1, 0), lambda k: (1, k, 0)]
+ELEMENTS += [lambda k: (GATHERED(k), k, 0)]
 
 
 def make():
@@ -61,11 +65,11 @@ def test_a_step_sends_and_holds_what_the_paper_says(stage, k, remat):
     assert sorted(c.elements for c in small) == [2, 2] or (stage == 0 and len(small) <= 2)
     assert all(c.runs == 1 for c in small)
     if stage < 2:
-        # Sums of one micro-batch overlap with other layers, in the loop; of several there is one
-        # sum after the last, outside of it.
+        # Sums of one micro-batch overlap with other layers, in the loop of all but two; of several
+        # there is one sum after the last, outside of it.
         loops = [c for c in report.collectives if c.kind in kinds[1:] and c.in_loop]
-        sums = (c.elements * c.runs for c in loops)
-        assert KERNELS * (k == 1) <= sum(sums) <= 1.02 * KERNELS * (k == 1)
+        sums, inside = (c.elements * c.runs for c in loops), KERNELS * (LAYERS - 2) // LAYERS
+        assert inside * (k == 1) <= sum(sums) <= 1.02 * inside * (k == 1)
 
 
 @pytest.mark.slow

@@ -147,8 +147,8 @@ def repeated(layer):
 # Each model, other settings than stage 3, and whether its gradients are stored in bf16.
 MODELS = {"scan": (scan(plain), {"stage": 2}, True),
           "micro-batches": (scan(plain), {"grad_accum_steps": 2}, True),
-          "two operations": (scan(twice), {}, False),
-          "norm": (scan(lambda x, w: plain(x, w / jnp.linalg.norm(w))), {"stage": 2}, False),
+          "two operations": (scan(twice), {}, True),
+          "norm": (scan(lambda x, w: plain(x, w / jnp.linalg.norm(w))), {"stage": 2}, True),
           "remat": (scan(jax.checkpoint(twice)), {}, True),
           "shared": (lambda x, w: scan(plain)(scan(plain)(x, w), w), {"stage": 2}, False),
           "loop of scans": (repeated(scan(plain)), {}, False),

@@ -22,13 +22,13 @@ sent = functools.partial(one_device.sent, axis="experts", dtypes=("f32",))
 
 
 @functools.cache
-def problem(experts, capacity):
+def problem(experts, capacity, layers=LAYERS):
     """Layers of experts between two matrices; the loss returns a row's choices without room too."""
     mixture = decoder.Mixture(experts, CHOSEN, capacity=capacity, balance=0.02, z=0.001)
-    sizes = {"layers": LAYERS, "width": WIDTH, "hidden": HIDDEN, "vocab": 11, "seq": TOKENS}
+    sizes = {"layers": layers, "width": WIDTH, "hidden": HIDDEN, "vocab": 11, "seq": TOKENS}
     config = decoder.DecoderConfig(**sizes, heads=1, kv_heads=1, head_dim=6, mixture=mixture)
     draw = np.random.default_rng(0).standard_normal
-    create = nnx.split_rngs(splits=LAYERS)(nnx.vmap(lambda rngs: Experts(config, 0.02, rngs)))
+    create = nnx.split_rngs(splits=layers)(nnx.vmap(lambda rngs: Experts(config, 0.02, rngs)))
     graph = nnx.graphdef(nnx.eval_shape(lambda: create(nnx.Rngs(0))))
     rows, ends = (draw(s, np.float32) for s in ((ROWS, TOKENS, WIDTH), (2, WIDTH, WIDTH)))
 
@@ -87,12 +87,14 @@ def test_a_checkpoint_is_restored_on_other_axes(tmp_path):
 
 def test_rows_are_sent_and_experts_are_not(monkeypatch):
     """Six all-to-alls a layer, whatever the size of experts; in parts as much in more messages."""
-    own, share = problem(4, 0.75), LAYERS * 4 * 3 * WIDTH * HIDDEN // 2
-    rows = LAYERS * (ROWS // 4) * 4 * 3  # room for 0.75 x 8 tokens x 2 choices / 4 experts
+    own, share = problem(4, 0.75, 4), 4 * 4 * 3 * WIDTH * HIDDEN // 2
+    rows = 4 * (ROWS // 4) * 4 * 3  # room for 0.75 x 8 tokens x 2 choices / 4 experts
     for parts in (1, 3):
         audit = check_parity(own, BOTH, remat="block")
-        assert sent(audit, "all-to-all") == (6 * rows * WIDTH, 6 * LAYERS * parts)
-        assert sent(audit, "all-gather", axis="data")[0] == 2 * share
+        assert sent(audit, "all-to-all") == (6 * rows * WIDTH, 6 * 4 * parts)
+        assert (
+            sent(audit, "all-gather", axis="data")[0] == 2 * share - share // 4
+        )  # the last layer once
         assert sent(audit, "reduce-scatter", axis="data")[0] == share
         monkeypatch.setattr(expert_all_to_all, "PART_BYTES", 1)
 
@@ -100,10 +102,13 @@ def test_rows_are_sent_and_experts_are_not(monkeypatch):
 @pytest.mark.parametrize(("groups", "remat", "gathered"), [(4, "block", 3), (2, "none", 2)])
 def test_elements_sent_are_those_of_tokens(groups, remat, gathered):
     """Tokens forward, again where they are recomputed, and what backward has of the sums; beside
-    them weights of K choices each, and none of experts."""
-    own, sizes = problem(24, None), {"experts": groups, "data": 2}
-    audit, once = check_parity(own, sizes, remat=remat), LAYERS * ROWS // 2 * TOKENS
-    assert sent(audit, "all-gather")[0] == once * (gathered * WIDTH + (gathered - 1) * CHOSEN)
+    them weights of K choices each, and none of experts. XLA for CPUs merges the recomputed gathers
+    of the first and the last layer, which are not in the loop."""
+    own, sizes, layers = problem(24, None, 4), {"experts": groups, "data": 2}, 4
+    audit, once = check_parity(own, sizes, remat=remat), layers * ROWS // 2 * TOKENS
+    merged = 2 * once // layers * WIDTH * (remat == "block")
+    want = once * (gathered * WIDTH + (gathered - 1) * CHOSEN) - merged
+    assert sent(audit, "all-gather")[0] == want
     assert sent(audit, "reduce-scatter")[0] == once * (2 * WIDTH + CHOSEN)
     assert sent(audit, "all-to-all")[0] == 0
     # A plan counts the same, and indices.
@@ -111,7 +116,7 @@ def test_elements_sent_are_those_of_tokens(groups, remat, gathered):
     args = zero.optimizer(ADAM), zero.eval_shape(own.make), own.batch
     plan = zero.plan(own.loss, *args, has_aux=True)
     of_all = sum(sent(audit, kind, dtypes=("f32", "s32"))[0] for kind in kinds)
-    assert plan.token_elements == pytest.approx(of_all, rel=0.02)
+    assert plan.token_elements == pytest.approx(of_all + merged, rel=0.02)
 
 
 NAMES = ("experts", None, None)

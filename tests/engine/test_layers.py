@@ -10,8 +10,6 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from one_device import audited, check_gradients, sent, zero_on
 
-from zero_jax.engine import layers
-
 WIDTH, WORDS = 8, 40
 TOKENS = jax.random.randint(jax.random.key(1), (24, 7), 0, WORDS)
 DOTS = jax.checkpoint_policies.dots_saveable

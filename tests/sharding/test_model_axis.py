@@ -4,6 +4,7 @@ Tolerance: 1024 fp32 ulps of a leaf's largest element after ten steps of Adam, a
 data parallelism: each layer sums its products in another order. A wrong sum is off by 10^5 ulps.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -45,7 +46,9 @@ def linen_problem() -> Problem:
 
 LINEN_SPECS = {"layers_[04]/bias": P("model"), "layers_[26]/kernel": P("model")}
 LINEN_SPECS |= {"layers_[04]/kernel": P(None, "model")}
+SIX = dataclasses.replace(CONFIG, layers=6)  # four of them in the loop
 PROBLEMS = {"gpt": (lambda: gpt_problem(CONFIG), None), "linen": (linen_problem, LINEN_SPECS)}
+PROBLEMS["six"] = lambda: gpt_problem(SIX), None
 problem = functools.cache(lambda name: PROBLEMS[name][0]())
 plain = functools.cache(lambda name: train_plain(problem(name), ADAM, STEPS))
 
@@ -136,25 +139,26 @@ def test_each_device_stores_its_shard_of_both_axes():
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_each_device_sends_its_part_along_data_and_that_of_megatron_along_model(stage):
-    D, L, mp = CONFIG.width, CONFIG.layers, 2
+    D, L, mp = SIX.width, SIX.layers, 2
     sizes, tx = {"data": 2, "model": mp}, optax.adam(1e-3)
-    _, _, report = trained(problem("gpt"), sizes, tx, 1, stage=stage)
+    _, _, report = trained(problem("six"), sizes, tx, 1, stage=stage)
     # Loss and weight together, and the norm in two sums: all-reduces of four numbers.
     # Sharded over `model`: matrices, and biases of `qkv` and `up` where `data` takes no dim.
-    split = CONFIG.vocab * D + L * (12 * D * D + (stage == 0) * 7 * D)
-    words = 2 * (split // mp + gpt.num_params(CONFIG) - split) + 2 * 4
+    split = SIX.vocab * D + L * (12 * D * D + (stage == 0) * 7 * D)
+    words = 2 * (split // mp + gpt.num_params(SIX) - split) + 2 * 4
     if stage == 3:
-        # Gathered again by the backward pass: matrices of the layers (scales, sharded along layers
-        # here, are gathered before the loop). The tied embedding is reduced at both of its uses.
-        words += L * 12 * D * D // mp + CONFIG.vocab * D // mp
+        # Gathered again by the backward pass: matrices of all layers but the last. Scales, sharded
+        # along layers here, are gathered before. The tied embedding is reduced at both its uses.
+        words += (L - 1) * 12 * D * D // mp + SIX.vocab * D // mp
     # Outside of loops XLA may merge the last norm's two gathers, or not (jax 0.12 on CPU).
     more = report.elements_along("data") - words
     assert more == 0 or (stage == 3 and more == D)
     if stage == 0:
         # Megatron: two all-reduces of b·s·h in the forward pass and two in the backward, a layer.
-        in_layers = [c for c in report.collectives if c.axis == "model" and c.runs == L]
+        # Of the four layers in the loop, whose two iterations run two each.
+        in_layers = [c for c in report.collectives if c.axis == "model" and c.runs == 2]
         assert {c.kind for c in in_layers} == {"all-reduce"}
-        assert sum(c.sent_elements for c in in_layers) == L * 4 * 2 * (ROWS // mp * CONFIG.seq) * D
+        assert sum(c.sent_elements for c in in_layers) == 4 * 4 * 2 * (ROWS // mp * SIX.seq) * D
 
 
 def test_axis_rules_do_not_leak_into_other_traces():

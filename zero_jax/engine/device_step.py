@@ -131,10 +131,10 @@ class DeviceStep:
         bucket = self.settings.bucket_bytes * model_size(self.settings.mesh)
         policy = policies.parse(self.settings.remat)
         args = [*weights, *jax.tree.leaves((micro, extras))]
-        riders = [leaf.rides for leaf in self.traced.leaves]
+        heads = [leaf.head_of for leaf in self.traced.leaves]
         outside = self.traced.outside
         total, weight, *aux = rewrite.run(
-            self.traced.closed, args, policy, bucket, riders, outside=outside
+            self.traced.closed, args, policy, bucket, heads, outside=outside
         )
         return total, weight if outside else jax.lax.stop_gradient(weight), aux
 

@@ -66,7 +66,7 @@ class Leaf:
       waits_in: the dtype in which its gradient waits for the update, where that is not the
         shard's: what its gradient is taken with respect to has it.
       by_rows: whether it is never gathered, but its rows are sent to those who read them.
-      rides: the loop over layers, an equation of the trace, through which its shard is carried.
+      head_of: The last equation of the layers during whose last one it is gathered, or None.
     """
 
     path: str
@@ -77,7 +77,7 @@ class Leaf:
     in_layer: bool
     waits_in: Any = None
     by_rows: bool = False
-    rides: int | None = None
+    head_of: int | None = None
 
 
 def summed_by_jax(leaf: Leaf) -> Leaf:

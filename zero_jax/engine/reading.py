@@ -96,8 +96,28 @@ class Reading:
         """Which leaves are read by such operations."""
         return {r.form.leaf for r in self._reads if r.by == operation}
 
-    def leaf(self, at: int, path: str, frozen: bool, life: Lifetime, wire: Wire) -> Leaf:
-        """What is known of a leaf at a stage."""
+    def leaves(
+        self, names: Sequence[str], frozen: Sequence[bool], life: Lifetime, wire: Wire
+    ) -> list[Leaf]:
+        """Returns the plan of every parameter at a stage.
+
+        Heads of the same layers are gathered together: at most a bucket of them, in order of use.
+        """
+        pairs = zip(names, frozen, strict=True)
+        found = [self._leaf(at, *own, life, wire) for at, own in enumerate(pairs)]
+        left: dict[int, float] = {}
+        for use, at in sorted((self._use(at), at) for at in range(len(found))):
+            loop = self._loop_before(use)
+            if loop is not None and found[at].head_of is not None:
+                size = equations.bytes_of(self._jaxpr.invars[at])
+                left.setdefault(loop, self._bucket_bytes)
+                if size <= left[loop]:
+                    left[loop] -= size
+                else:
+                    found[at] = dataclasses.replace(found[at], head_of=None)
+        return found
+
+    def _leaf(self, at: int, path: str, frozen: bool, life: Lifetime, wire: Wire) -> Leaf:
         reads = [r for r in self._reads if r.form.leaf == at]
         stacked = bool(reads) and all(r.stacked for r in reads)
         cut = dataclasses.replace(self._cuts[at], stacked=stacked)
@@ -115,17 +135,18 @@ class Reading:
         leaf = Leaf(path, cut, frozen, opens, STEP if at_once else due, in_layer, waits)
         if life.copy != TOUCH or cut.dim is None or not reads:
             return leaf
-        # What travels in pieces is held twice when these are put together, beside the loss.
-        in_one = wire.bucket is None or equations.bytes_of(self._jaxpr.invars[at]) <= wire.bucket
         parted = any(r.form.parted for r in reads)
-        able = in_one and not (parted or frozen) and cut.layer_rank > 1
-        rides = self._loop_before(reads) if able else None
-        return dataclasses.replace(leaf, by_rows=_by_rows(reads, cut, wire), rides=rides)
+        able = not (parted or frozen) and cut.layer_rank > 1
+        head_of = self._loop_before(self._use(at)) if able else None
+        return dataclasses.replace(leaf, by_rows=_by_rows(reads, cut, wire), head_of=head_of)
 
-    def _loop_before(self, reads: Sequence[_Read]) -> int | None:
-        """The last loop over layers before a leaf is read for the first time. A tied head is read
-        before its layers too: explicit layers prefetch it for its last use."""
-        use = max((r.at for r in reads if r.layer is None), default=-1)
+    def _use(self, leaf: int) -> int:
+        """Returns the last equation outside of layers that reads a leaf, or -1."""
+        reads = (r.at for r in self._reads if r.form.leaf == leaf and r.layer is None)
+        return max(reads, default=-1)
+
+    def _loop_before(self, use: int) -> int | None:
+        """Returns the last layers before an equation. A tied head is read before its layers too."""
         return max((at for at in self._loops if at < use), default=None)
 
     def _layer(self, count: int, scanned: bool, policy: Remat, fallback: str = "") -> int:

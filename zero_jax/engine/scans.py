@@ -175,13 +175,20 @@ class LayerScan:
 
             def step(*args: Any) -> list[Any]:
                 return list(map(opened, how.evaluate(self._body, self._values(args), inside)))
-        elif how.policy.kind == "block_sqrt" and self.sliced and not how.outside:
+        elif self._grouped:
             return self._in_groups(operands)
         else:
             layer = replay(self._body, self._values, {*self._weights}, how, in_loop=True)
             # No barrier is needed: forward and backward of a scan are loops of their own.
             step = self._recomputed(layer)
         return self._scan(step, operands, params["length"], params["unroll"])
+
+    @property
+    def _grouped(self) -> bool:
+        # Groups of two or three layers would save no memory. A second derivative goes through the
+        # explicit passes of a group, which have no rule for it.
+        many = self._eqn.params["length"] > 3 and self.sliced
+        return self._how.policy.kind == "block_sqrt" and bool(many) and not self._how.outside
 
     def _values(self, args: Arrays) -> list[Any]:
         """Returns the operands of the body, given those of one iteration."""
@@ -237,7 +244,8 @@ class LayerScan:
     def _group(self, size: int) -> Any:
         """Returns a function that runs so many layers, and again in the backward pass."""
         eqn = self._eqn.replace(params={**self._eqn.params, "length": size})
-        inside = dataclasses.replace(self._how, policy=BLOCK)
+        # The backward pass of a group's last layer follows directly on its forward pass.
+        inside = dataclasses.replace(self._how, policy=BLOCK, keep_last=True)
 
         def group(args: Arrays, *_: Any) -> list[Any]:
             stacks = self._stacks.together(args[self.others :])

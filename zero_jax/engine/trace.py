@@ -131,10 +131,7 @@ def trace(
         bucket = settings.bucket_bytes * model_size(settings.mesh)
         read = reading.Reading(found.jaxpr, cuts, policy, bucket)
         life = lifetimes.lifetime(settings.stage, grad_accum_steps)
-        leaves = [
-            read.leaf(at, name, still, life, settings.wire)
-            for at, (name, still) in enumerate(zip(names, frozen, strict=True))
-        ]
+        leaves = read.leaves(names, frozen, life, settings.wire)
         if outside:
             leaves = list(map(lifetimes.summed_by_jax, leaves))
         undifferentiable, loops = "", _DifferentiatedLoops()

@@ -70,8 +70,10 @@ class UnrolledLayers:
         inner = [range(a, a + len(layer)) for a, layer in zip(starts, layers, strict=True)]
 
         def run(flat: Sequence[Any], *_: Any) -> list[Any]:
-            inside = dataclasses.replace(self.how, policy=BLOCK, keep_last=False)
-            return self.how.evaluate(body, apart.together(flat), inside, runs=[inner])
+            # The backward pass of a group's last layer follows directly on its forward pass.
+            inside = dataclasses.replace(self.how, policy=BLOCK)
+            last = inner[0][0]
+            return self.how.evaluate(body, apart.together(flat), inside, runs=[inner], last=last)
 
         outs = recompute.layer(run, places, barrier=True)(*apart.flat)
         self.env.update(zip(body.jaxpr.outvars, outs, strict=True))
