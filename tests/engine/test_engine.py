@@ -136,7 +136,8 @@ CARRIED = [
     (after_a_loss_in_chunks, {}, {"head": 0}),
     # A loop over weights without a product can hide no communication.
     (lambda p, x: 0 * jax.lax.map(jnp.sum, p["layers"])[0] + with_head(p, x), {}, {"head": 1}),
-    (lambda p, x: with_head(p, x @ p["head"] @ p["head"].T), {}, {"head": 0}), (taken_apart, {}, {}),
+    (taken_apart, {}, {}),
+    (lambda p, x: with_head(p, x @ p["head"] @ p["head"].T), {}, {"head": 0}),
     (with_head, {"stage": 2}, {}), (with_head, {"frozen": "head"}, {}),
     (with_head, {"bucket_bytes": 4 * WIDTH * WORDS}, {"head": 0}),
     (with_head, {"bucket_bytes": 4 * WIDTH * WORDS - 1}, {}),
