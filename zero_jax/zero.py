@@ -20,7 +20,6 @@ from zero_jax.engine.compiler import CheckedJit, XlaOptions
 from zero_jax.engine.config import AUTO, AxisRules, Config, ParamSpecs, Remat, Stage
 from zero_jax.engine.optimizer import ZeroTransform
 from zero_jax.engine.step import TrainStep
-from zero_jax.engine.transformations import Frozen
 from zero_jax.low_bit.state import OptimizerStateDtype
 from zero_jax.names import unknown
 from zero_jax.offload import tiers
@@ -29,7 +28,7 @@ from zero_jax.plan.plans import Plan
 from zero_jax.sharding import layout
 from zero_jax.sharding.mesh import AnyMesh, check_global, on_gpu
 from zero_jax.sharding.partition import Partition
-from zero_jax.sharding.paths import PyTree
+from zero_jax.sharding.paths import Frozen, PyTree
 
 
 @dataclasses.dataclass(frozen=True, init=False)

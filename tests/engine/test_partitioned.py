@@ -297,22 +297,14 @@ def meaned(grads, state, params=None):
     if "mean" in state:
         grads = jax.tree.map(lambda old, new: 0.5 * (old + new), state["mean"], grads)
     mean = optax.tree.scale(state.get("factor", 1.0), grads)
-    return jax.tree.map(jnp.negative, mean), {"mean": mean, "count": state["count"] + 1}
+    return jax.tree.map(jnp.negative, mean), {"mean": mean}
 
 
-SPECIAL = optax.GradientTransformation(lambda _: {"factor": jnp.float32(3), "count": 0}, meaned)
-
-
-def test_the_first_update_is_made_once_and_not_by_a_skipped_step(skipped=2):
-    batches = [X * jnp.nan] * skipped + [X] * 3
-    found, state = packaged(zero_on(offload="optimizer"), SPECIAL, linear, batches)
-    gradient = jax.grad(linear)(START, X)
-    # 3, then (3 + 1) / 2, then (2 + 1) / 2 times the gradient.
-    near(found, jax.tree.map(lambda w, g: w - 6.5 * g, START, gradient))
-    assert (int(state.guard.skipped), int(state.inner.inner["count"])) == (skipped, 3)
-    # Muon updates full matrices on assigned devices, in both branches.
-    tx = optax.chain(SPECIAL, contrib.muon(0.1))
-    near(packaged(zero_on(), tx, linear)[0], run(LINEAR, tx, START)[0], atol=1e-4)
+def test_a_first_update_unlike_later_ones_is_unsupported():
+    for first in ({"factor": jnp.float32(3)}, {}):
+        tx = zero_on().optimizer(optax.GradientTransformation(lambda _, s=first: s, meaned))
+        with pytest.raises(ValueError, match=r"`tx`.*structure.*gains .*'mean'.*'b'.*return all"):
+            tx.init(START)
 
 
 def scaled(grads, state, params=None, *, factor, offsets, value, **_):

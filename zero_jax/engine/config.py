@@ -13,7 +13,6 @@ from zero_jax.collectives.precision import Precision, as_precision
 from zero_jax.collectives.quantised import BITS
 from zero_jax.engine import compiler
 from zero_jax.engine.lifetimes import LIFETIMES, TOUCH, Layers
-from zero_jax.engine.transformations import Frozen
 from zero_jax.low_bit.state import FP32, check_kind
 from zero_jax.names import parse_bytes
 from zero_jax.offload import tiers
@@ -40,6 +39,7 @@ from zero_jax.sharding.model_axis import (
     check_specs,
 )
 from zero_jax.sharding.partition import Partitioner
+from zero_jax.sharding.paths import Frozen
 
 AUTO = "auto"
 Stage = Literal[0, 1, 2, 3, "auto"]

@@ -25,11 +25,10 @@ from zero_jax.sharding.partition import Partition
 from zero_jax.sharding.paths import PyTree
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.dataflow import Dim, sharded_dims
-from zero_jax.tracing.jaxpr import CALLS, ELEMENTWISE, Atom, Walk, shape_of
+from zero_jax.tracing.jaxpr import CALLS, ELEMENTWISE, REDUCTIONS, Atom, Walk, shape_of
 from zero_jax.tracing.sources import transformation_of
 
 _LAYOUT = frozenset(("broadcast_in_dim", "transpose", "reshape", "squeeze"))
-_REDUCTIONS = frozenset(f"reduce_{name}" for name in ("sum", "max", "min", "prod", "and", "or"))
 
 
 class _ShardDiffersError(ValueError):
@@ -222,7 +221,7 @@ def _sharded_dim(full: Atom, piece: Atom) -> Dim:
 def _keeps_shards(eqn: jex.JaxprEqn, of_operands: Sequence[Dim], of_results: Sequence[Dim]) -> bool:
     """Returns True if it combines nothing along the sharded dims of operands and its result."""
     name = eqn.primitive.name
-    if len(of_results) > 1 or name not in ELEMENTWISE | _LAYOUT | _REDUCTIONS:
+    if len(of_results) > 1 or name not in ELEMENTWISE | _LAYOUT | REDUCTIONS:
         return False
     if name == "broadcast_in_dim" and of_operands[0] is None:
         sizes = zip(eqn.params["broadcast_dimensions"], shape_of(eqn.invars[0]), strict=True)

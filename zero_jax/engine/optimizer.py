@@ -18,7 +18,6 @@ import optax
 from flax import nnx
 
 from zero_jax.collectives.norms import norm_of, sum_of_squares, two_sums, unless_skipped
-from zero_jax.engine.changing_state import ChangingState
 from zero_jax.engine.config import Config
 from zero_jax.engine.loss_scale import Guard, init_guard, next_guard
 from zero_jax.engine.transformations import check_updates, without_frozen
@@ -51,8 +50,7 @@ class ZeroState(NamedTuple):
 
     def __getattr__(self, name: str) -> Any:
         """Returns a field of the wrapped state, for `optax.contrib.schedule_free_eval_params`."""
-        wraps = isinstance(self.inner, (LowBitState, ChangingState))
-        inner = self.inner.inner if wraps else self.inner
+        inner = self.inner.inner if isinstance(self.inner, LowBitState) else self.inner
         if name in getattr(inner, "_fields", ()):
             return getattr(inner, name)
         raise AttributeError(

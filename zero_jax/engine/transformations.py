@@ -1,13 +1,15 @@
-"""Checks of a user's transformation, and its restriction to trained leaves."""
+"""A user's transformation on trained leaves alone, with one structure of its state."""
 
 import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.typing import ArrayLike
 
-from zero_jax.engine.changing_state import with_one_structure
-from zero_jax.sharding import paths
-from zero_jax.sharding.paths import PyTree
-
-Frozen = paths.Frozen
+from zero_jax.sharding import layout, paths
+from zero_jax.sharding.paths import Frozen, PyTree
+from zero_jax.tracing.jaxpr import CALLS, as_function, written_out
 
 
 def check_updates(grads: PyTree, updates: PyTree) -> None:
@@ -67,5 +69,107 @@ def without_frozen(
             ) from error
 
     # Without frozen leaves the state is exactly that of the user's own transformation.
-    own = optax.GradientTransformationExtraArgs(init, update)
-    return with_one_structure(own)
+    return with_one_structure(optax.GradientTransformationExtraArgs(init, update))
+
+
+def with_one_structure(
+    tx: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """Returns the transformation with one structure of its state before and after every update.
+
+    The state of `optax.monitor` has no measurements before the first update. A step is one program
+    that donates its state, keeps it where gradients are not finite, and restores it from a
+    checkpoint, so such a state starts with the leaves that it has after an update, and zeros.
+
+    Raises:
+      ValueError: The first update computes something else than later ones, or loses leaves.
+
+    >>> tx = with_one_structure(optax.monitor({"norm": optax.tree.norm}))
+    >>> float(tx.init({"w": jnp.ones(4)}).measurements["norm"])
+    0.0
+    """
+
+    def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        return tx.update(grads, state, params, value=jnp.float32(1.0))
+
+    def init(params: PyTree) -> PyTree:
+        state = jax.tree.map(jnp.asarray, tx.init(params))  # a leaf may be a Python number
+        like, old = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
+        try:
+            new = jax.eval_shape(run, like, old, like)[1]
+        # The update needs other arguments: it checks its state when it runs.
+        except (TypeError, ValueError, KeyError, AttributeError, NameError):
+            return state
+        if _alike(old, new):
+            return state
+
+        def begun(state: PyTree) -> PyTree:
+            known = dict(zip(_keys(old), jax.tree.leaves(state), strict=True))
+            leaves = [known.get(key, zero) for key, zero in zip(_keys(new), zeros, strict=True)]
+            return jax.tree.unflatten(jax.tree.structure(new), leaves)
+
+        def later(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            return run(grads, begun(state), params)
+
+        zeros = list(map(_zeros, jax.tree.leaves(new)))
+        keeps = set(_keys(old)) <= set(_keys(new))
+        if not keeps or not _same(*(jax.make_jaxpr(f)(like, old, like) for f in (run, later))):
+            raise ValueError(
+                "`tx` changes the structure of its state at the first update, which computes "
+                f"something else than later ones: {_difference(old, new)}. A step is one program "
+                "with one structure: return all leaves from `init`"
+            )
+        return begun(state)
+
+    def update(
+        grads: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        updates, new = tx.update(grads, state, params, **extra)
+        if not _alike(state, new):
+            raise ValueError(
+                f"`tx` changes the structure of its state in `update`: {_difference(state, new)}. "
+                "A step requires one structure, and this `update` cannot be traced in advance, "
+                f"because it needs named arguments ({', '.join(extra) or 'none'}). Return all "
+                "leaves from `init`"
+            )
+        return updates, new
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _same(first: jex.ClosedJaxpr, later: jex.ClosedJaxpr) -> bool:
+    """Returns True for two programs that compute the same."""
+    programs = [written_out(closed, CALLS) for closed in (first, later)]
+    # Traced again, they have no constants that nothing reads.
+    programs = [jax.make_jaxpr(as_function(closed))(*closed.in_avals) for closed in programs]
+    texts, consts = zip(*((str(closed.jaxpr), closed.consts) for closed in programs), strict=True)
+    return texts[0] == texts[1] and all(map(_equal, *consts))
+
+
+def _equal(a: ArrayLike, b: ArrayLike) -> bool:
+    traced = isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer)
+    return a is b or (not traced and np.array_equal(a, b))
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0, impl=layout.key_impl(like)), like.shape)
+    return jnp.zeros(like.shape, like.dtype)
+
+
+def _keys(tree: PyTree) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns path and shape of each leaf."""
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [(jax.tree_util.keystr(path), np.shape(x)) for path, x in flat]
+
+
+def _alike(a: PyTree, b: PyTree) -> bool:
+    before: PyTree = jax.tree.structure(a)
+    return bool(before == jax.tree.structure(b)) and _keys(a) == _keys(b)
+
+
+def _difference(before: PyTree, after: PyTree) -> str:
+    """Describes the leaves that only one of two states has."""
+    old, new = ({f"{name} {shape}" for name, shape in _keys(tree)} for tree in (before, after))
+    gained, lost = (", ".join(sorted(own)[:3]) or "no leaf" for own in (new - old, old - new))
+    return f"it gains {gained} and loses {lost}"
