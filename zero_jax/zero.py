@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax.collectives.buckets import BUCKET_BYTES
 from zero_jax.collectives.precision import Precision
-from zero_jax.engine import grads, optimizer, parameters, step
+from zero_jax.engine import grads, optimizer, parameters
 from zero_jax.engine.compiler import CheckedJit, XlaOptions
 from zero_jax.engine.config import AUTO, AxisRules, Config, ParamSpecs, Remat, Stage
 from zero_jax.engine.optimizer import ZeroTransform
@@ -310,7 +310,7 @@ class Zero:
             return self.choose(loss_fn, tx, params, batch, *extras, **options).zero.config
 
         args = self.config, loss_fn, tx
-        return step.train_step(*args, has_aux=has_aux, max_skips=max_skips, choose=choose)
+        return TrainStep(*args, has_aux=has_aux, max_skips=max_skips, choose=choose)
 
     def plan(self, loss_fn: grads.LossFn, tx: ZeroTransform, *args: Any, **options: Any) -> Plan:
         """Predicts memory and communication of a step from shapes; optionally compiles it.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 from typing import TypeGuard
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 
 from zero_jax import releases
@@ -20,6 +21,8 @@ XlaOptions = dict[str, str | float]
 _XLA_MERGES = 30 * 2**20
 # Prefetching holds two layers, so it is off if a layer is larger than this number of buckets.
 _AHEAD = 4
+# No transformation is being traced: then nothing is computed to find out about `jit`.
+_OUTSIDE = jex.get_opaque_trace_state()
 INVALID_ARGUMENT = 3  # absl::StatusCode of an unknown option, in `JaxRuntimeError.error_code`
 
 
@@ -174,7 +177,8 @@ class CheckedJit:
 
 def _is_inside_jit() -> bool:
     """Returns whether a `jit` is being traced; under `grad` or `vmap` alone arrays are concrete."""
-    return isinstance(jnp.zeros(()), jax.core.Tracer)
+    outside = jex.get_opaque_trace_state() == _OUTSIDE
+    return not outside and isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def _arrays(tree: PyTree) -> list[jax.Array]:

@@ -18,7 +18,7 @@ import optax
 
 from zero_jax.engine import optimizer
 from zero_jax.engine.config import Config
-from zero_jax.engine.step import train_step
+from zero_jax.engine.step import TrainStep
 from zero_jax.offload import tiers
 from zero_jax.sharding import layout
 from zero_jax.sharding.mesh import make_mesh
@@ -115,7 +115,7 @@ def _trained(model: Callable[[PyTree, jax.Array], jax.Array], settings: Config) 
     def loss(p: PyTree, x: jax.Array) -> jax.Array:
         return jnp.mean((model(p, x) - 1.0) ** 2)
 
-    step = train_step(settings, loss, tx)
+    step = TrainStep(settings, loss, tx)
     state, batch = tx.init(params), jnp.cos(jnp.arange(8.0 * _WIDTH)).reshape(8, _WIDTH)
     for _ in range(_STEPS):
         params, state, _ = step(params, state, jax.device_put(batch, mesh.devices.flat[0]))

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,21 +59,6 @@ class Metrics(NamedTuple):
     aux: PyTree = None
 
 
-def reported(out: grads.Result, guard: Guard, scale: jax.Array) -> Metrics:
-    """Returns the metrics of a step from its gradients, the guard after it and its loss scale."""
-    assert out.grad_norm is not None
-    return Metrics(
-        loss=out.loss,
-        grad_norm=out.grad_norm,
-        weight=out.weight,
-        skipped=guard.skipped,
-        # A buffer of its own: the guard's is donated to the next step.
-        skipped_in_a_row=guard.consecutive + jnp.zeros((), jnp.int32),
-        loss_scale=scale,
-        aux=out.aux,
-    )
-
-
 class TrainStep:
     """A jitted training step, from `Zero.train_step`.
 
@@ -83,6 +68,8 @@ class TrainStep:
 
     Attributes:
       settings: Settings of the step.
+      transformation: The partitioned transformation of the update.
+      function: The step before `jit`, a function of `(params, opt_state, batch, *extras, **named)`.
 
     Raises:
       NonFiniteError: By a call, after `max_skips` consecutive skipped steps.
@@ -96,49 +83,22 @@ class TrainStep:
         loss_fn: grads.LossFn,
         tx: ZeroTransform,
         *,
-        has_aux: bool,
-        max_skips: int,
+        has_aux: bool = False,
+        max_skips: int = 20,
         choose: Choose | None = None,
     ):
+        check_made_for(tx, settings.resolved)
         if max_skips < 1:
             raise ValueError(f"`max_skips`={max_skips}: at least 1 is required")
         self.settings = settings
+        self.transformation, self.function = tx, self._step
         self._loss = grads.GlobalLoss(settings, loss_fn, has_aux)
-        self._tx = tx
         self._max_skips = max_skips
         self._choose = choose
         self._pending: collections.deque[jax.Array] = collections.deque()
         self._agreed = False
         options = self.compiler_options if on_gpu(settings.mesh) else None
         self._program = CheckedJit(self._step, options, donate_argnums=(0, 1))
-
-    def _run(self, *args: PyTree, **named: PyTree) -> tuple[PyTree, ZeroState, Metrics]:
-        """Runs the step, its arguments checked."""
-        params, opt_state, metrics = self._program(*args, **named)
-        return params, opt_state, metrics
-
-    def _settle(self, params: PyTree, batch: PyTree, extras: tuple[PyTree, ...]) -> None:
-        """Chooses the settings of stage="auto", once."""
-        if self.settings.stage == AUTO:
-            assert self._choose is not None
-            self.settings = self._choose(params, batch, extras)
-            self._loss = dataclasses.replace(self._loss, settings=self.settings)
-
-    @functools.cached_property
-    def _gradients(self) -> CheckedJit:
-        return CheckedJit(self._loss.gradients)
-
-    def _step(
-        self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: PyTree, **named: PyTree
-    ) -> tuple[PyTree, ZeroState, Metrics]:
-        self._settle(params, batch, extras)
-        scale = guard_of(opt_state).loss_scale
-        out = self._loss.gradients(params, batch, extras, scale)
-        with jax.named_scope("zero_update"):
-            params, opt_state = self._tx.apply(
-                *(out.grads, opt_state, params), finite=out.finite, value=out.loss, **named
-            )
-        return params, opt_state, reported(out, opt_state.guard, scale)
 
     def __call__(
         self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: PyTree, **named: PyTree
@@ -148,9 +108,49 @@ class TrainStep:
         self._agree(batch)
         while len(self._pending) >= _IN_FLIGHT:
             self._look(params, opt_state, batch, extras)
-        params, opt_state, metrics = self._run(params, opt_state, batch, *extras, **named)
+        run = self._update_files if self.settings.offload.in_files else self._program
+        params, opt_state, metrics = run(params, opt_state, batch, *extras, **named)
         self._pending.append(metrics.skipped_in_a_row)
         return params, opt_state, metrics
+
+    def _step(
+        self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: PyTree, **named: PyTree
+    ) -> tuple[PyTree, ZeroState, Metrics]:
+        self._settle(params, batch, extras)
+        scale = guard_of(opt_state).loss_scale
+        out = self._loss.gradients(params, batch, extras, scale)
+        with jax.named_scope("zero_update"):
+            params, opt_state = self.transformation.apply(
+                *(out.grads, opt_state, params), finite=out.finite, value=out.loss, **named
+            )
+        return params, opt_state, _metrics(out, opt_state.guard, scale)
+
+    def _update_files(
+        self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: PyTree, **named: PyTree
+    ) -> tuple[PyTree, ZeroState, Metrics]:
+        """Runs a step whose optimizer state is in files: gradients in one program, then pieces."""
+        if named:
+            raise ValueError(
+                f"{', '.join(named)}: with the nvme tier a transformation gets `value`, the loss, "
+                'and no other named argument. Use offload="optimizer" (host memory)'
+            )
+        guard, stored = guard_of(opt_state), opt_state.inner
+        out = self._gradients(params, batch, extras, guard.loss_scale)
+        params, *state = stored.files.step(
+            *(out.grads, stored, params, guard), finite=out.finite, loss=out.loss
+        )
+        return params, ZeroState(*state), _metrics(out, state[1], guard.loss_scale)
+
+    @functools.cached_property
+    def _gradients(self) -> CheckedJit:
+        return CheckedJit(self._loss.gradients)
+
+    def _settle(self, params: PyTree, batch: PyTree, extras: tuple[PyTree, ...]) -> None:
+        """Chooses the settings of stage="auto", once."""
+        if self.settings.stage == AUTO:
+            assert self._choose is not None
+            self.settings = self._choose(params, batch, extras)
+            self._loss = dataclasses.replace(self._loss, settings=self.settings)
 
     def read(self, params: PyTree, opt_state: PyTree, batch: PyTree, *extras: PyTree) -> Traced:
         """Returns the leaves and layers found in the traced loss; allocates nothing."""
@@ -162,20 +162,15 @@ class TrainStep:
         layers = self.read(*args).layers
         return self.settings.compiler_options(layers)
 
-    @property
-    def transformation(self) -> ZeroTransform:
-        """The partitioned transformation of the update."""
-        return self._tx
-
-    @property
-    def function(self) -> Callable[..., tuple[PyTree, ZeroState, Metrics]]:
-        """The step before `jit`, a function of `(params, opt_state, batch, *extras, **named)`."""
-        return self._step
-
     def trace(
         self, params: PyTree, opt_state: PyTree, batch: PyTree, *extras: PyTree, **named: PyTree
     ) -> jax.stages.Traced:
         """Returns the traced program, for arrays or ShapeDtypeStructs, without compiling."""
+        if self.settings.offload.in_files:
+            raise ValueError(
+                "`offload`: with the nvme tier a step is many programs and cannot be traced as "
+                'one. Plan with offload="optimizer"; the files take twice its bytes of host memory'
+            )
         self._settle(params, batch, extras)
         return self._program.trace(params, opt_state, batch, *extras, **named)
 
@@ -183,8 +178,7 @@ class TrainStep:
         self, params: PyTree, opt_state: PyTree, batch: PyTree, *extras: PyTree, **named: PyTree
     ) -> jax.stages.Lowered:
         """Returns the lowered program, to compile and audit; takes arrays or ShapeDtypeStructs."""
-        self._settle(params, batch, extras)
-        return self._program.lower(params, opt_state, batch, *extras, **named)
+        return self.trace(params, opt_state, batch, *extras, **named).lower()
 
     def first_bad_leaf(
         self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: PyTree
@@ -232,58 +226,19 @@ class TrainStep:
         self._agreed = True
 
 
-class NvmeStep(TrainStep):
-    """A `TrainStep` whose optimizer state is in files: gradients in one program, then pieces."""
-
-    def trace(self, *args: PyTree, **named: PyTree) -> NoReturn:
-        """Raises ValueError: the step is not a single program."""
-        raise ValueError(
-            "`offload`: with the nvme tier a step is many programs and cannot be traced as one. "
-            'Plan with offload="optimizer"; the files take twice its bytes of host memory'
-        )
-
-    def lower(self, *args: PyTree, **named: PyTree) -> NoReturn:
-        """Raises ValueError, as `trace`."""
-        self.trace()
-
-    def _run(
-        self, params: PyTree, opt_state: ZeroState, batch: PyTree, *extras: PyTree, **named: PyTree
-    ) -> tuple[PyTree, ZeroState, Metrics]:
-        if named:
-            raise ValueError(
-                f"{', '.join(named)}: with the nvme tier a transformation gets `value`, the loss, "
-                'and no other named argument. Use offload="optimizer" (host memory)'
-            )
-        guard, stored = guard_of(opt_state), opt_state.inner
-        out = self._gradients(params, batch, extras, guard.loss_scale)
-        params, *state = stored.files.step(
-            *(out.grads, stored, params, guard), finite=out.finite, loss=out.loss
-        )
-        return params, ZeroState(*state), reported(out, state[1], guard.loss_scale)
-
-
-def train_step(
-    settings: Config,
-    loss_fn: grads.LossFn,
-    tx: ZeroTransform,
-    *,
-    has_aux: bool = False,
-    max_skips: int = 20,
-    choose: Choose | None = None,
-) -> TrainStep:
-    """Returns a training step; see `Zero.train_step`.
-
-    Args:
-      settings: Settings of the step.
-      loss_fn: Loss of one device.
-      tx: The partitioned transformation.
-      has_aux: True if the loss returns (loss, aux).
-      max_skips: Number of consecutive skipped steps after which `NonFiniteError` is raised.
-      choose: For stage="auto", returns the settings that take its place.
-    """
-    check_made_for(tx, settings.resolved)
-    kind = NvmeStep if settings.offload.in_files else TrainStep
-    return kind(settings, loss_fn, tx, has_aux=has_aux, max_skips=max_skips, choose=choose)
+def _metrics(out: grads.Result, guard: Guard, scale: jax.Array) -> Metrics:
+    """Returns the metrics of a step from its gradients, the guard after it and its loss scale."""
+    assert out.grad_norm is not None
+    return Metrics(
+        loss=out.loss,
+        grad_norm=out.grad_norm,
+        weight=out.weight,
+        skipped=guard.skipped,
+        # A buffer of its own: the guard's is donated to the next step.
+        skipped_in_a_row=guard.consecutive + jnp.zeros((), jnp.int32),
+        loss_scale=scale,
+        aux=out.aux,
+    )
 
 
 def _check_named(named: Mapping[str, PyTree]) -> None:

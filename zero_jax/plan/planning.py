@@ -22,7 +22,7 @@ from zero_jax.engine.config import Config
 from zero_jax.engine.grads import LossFn
 from zero_jax.engine.lifetimes import Leaf
 from zero_jax.engine.optimizer import partition
-from zero_jax.engine.step import TrainStep, train_step
+from zero_jax.engine.step import TrainStep
 from zero_jax.hlo import aot
 from zero_jax.hlo.targets import Target
 from zero_jax.hlo.targets import target as target_of
@@ -94,7 +94,7 @@ def of(
         aot.check(aim, config.mesh.size, topology)
     proof.check(latencies, aim)
     wrapped = partition(tx, config)
-    step = train_step(config, loss_fn, wrapped, has_aux=has_aux)
+    step = TrainStep(config, loss_fn, wrapped, has_aux=has_aux)
     # Sharded as these settings say, for parameters of any mesh and stage.
     full = jax.eval_shape(layout.unpad, params)
     shapes = parameters.eval_shape(config, lambda full: full, full)
