@@ -39,8 +39,8 @@ class Weighted(NamedTuple):
     weight: ArrayLike
 
 
-def taken_apart(out: PyTree, has_aux: bool) -> tuple[jax.Array, jax.Array, PyTree]:
-    """Returns (sum, weight, aux) of the result of a loss function, sum and weight in fp32.
+def taken_apart(out: PyTree, has_aux: bool) -> tuple[jax.Array, jax.Array, PyTree, bool]:
+    """Returns (sum, weight, aux, is_weighted) of the result of a loss, sum and weight in fp32.
 
     Raises:
       ValueError: The result is not a supported form of a loss.
@@ -51,15 +51,18 @@ def taken_apart(out: PyTree, has_aux: bool) -> tuple[jax.Array, jax.Array, PyTre
             "aux), with a scalar mean or zero_jax.Weighted(sum, weight) as the loss"
         )
     value, aux = out if has_aux else (out, None)
-    if isinstance(value, tuple) and not isinstance(value, Weighted):
+    is_weighted = isinstance(value, Weighted)
+    if isinstance(value, tuple) and not is_weighted:
         pairs = "a pair" if len(value) == 2 else f"{len(value)} values"
         raise ValueError(
             f"the loss function returned {pairs}: return a scalar mean, or "
             "zero_jax.Weighted(sum, weight) for a mean whose weights differ between devices"
             + ("" if has_aux else ". If the second value is auxiliary, pass has_aux=True")
         )
-    parts = value if isinstance(value, Weighted) else Weighted(value, jnp.ones((), jnp.float32))
-    shapes = [None if not _is_number(p) else jnp.shape(p) for p in parts]
+    parts = value if is_weighted else Weighted(value, jnp.ones((), jnp.float32))
+    shapes = [
+        jnp.shape(p) if isinstance(p, (int, float)) or hasattr(p, "dtype") else None for p in parts
+    ]
     if any(s != () for s in shapes):
         raise ValueError(
             f"the loss function returned {type(value).__name__} of shapes {shapes}: return a "
@@ -71,31 +74,41 @@ def taken_apart(out: PyTree, has_aux: bool) -> tuple[jax.Array, jax.Array, PyTre
             "part or absolute value"
         )
     total, weight = (jnp.asarray(p, jnp.float32) for p in parts)
-    if isinstance(value, Weighted):
+    if is_weighted:
         weight = jnp.where(weight < 0, jnp.nan, weight)
-    return total, weight, aux
-
-
-def _is_number(x: object) -> bool:
-    return isinstance(x, (int, float)) or hasattr(x, "dtype")
+    return total, weight, aux, is_weighted
 
 
 def kinds_of(
-    aux: Sequence[tuple[str, jax.ShapeDtypeStruct]], differs: Sequence[bool], rows: Sequence[bool]
+    aux: PyTree, differs: Sequence[bool], rows: int, longer: Callable[[], PyTree]
 ) -> list[str]:
     """Returns how each leaf of the aux is combined over devices.
 
     Args:
-      aux: Path and type of each leaf.
+      aux: Shapes of the aux for a micro-batch.
       differs: True for each leaf that differs between devices.
-      rows: True for each leaf whose dim 0 is that of the batch.
+      rows: Number of rows of a micro-batch.
+      longer: Returns shapes of the aux for twice as many rows. Called only if a leaf is as long as
+        a micro-batch: rows cannot be followed through every operation, and those that are missed
+        would be averaged over devices.
 
     Raises:
-      ValueError: A leaf that differs is not a float, so it has no mean.
+      ValueError: A leaf that differs is not a float, so it has no mean; or `longer` fails.
     """
+    leaves = jax.tree_util.tree_flatten_with_path(aux)[0]
+    named = [(jax.tree_util.keystr(path), like) for path, like in leaves]
+    unsure = [path for path, like in named if like.shape[:1] == (rows,)]
+    try:
+        grown = jax.tree.leaves(longer() if unsure else aux)
+    except Exception as error:  # any that the user's loss raises
+        raise ValueError(
+            f"aux {', '.join(unsure)}: dim 0 is as long as a micro-batch ({rows} rows), but the "
+            f"loss cannot be traced with {2 * rows} rows. Write the loss for any number of rows, "
+            f"or return values other than rows as aux[None]. The error of that trace: {error}"
+        ) from error
     kinds = []
-    for (path, like), differ, row in zip(aux, differs, rows, strict=True):
-        if row:
+    for (path, like), differ, long in zip(named, differs, grown, strict=True):
+        if path in unsure and long.shape[:1] == (2 * rows,):
             kinds.append(ROWS)
         elif jnp.issubdtype(like.dtype, jnp.inexact):
             kinds.append(MEAN)

@@ -94,31 +94,31 @@ def trace(
       ValueError: The result is no supported loss, see `losses`, or sums rows, see `over_rows`.
     """
     parts = batch_shards(settings.mesh) * grad_accum_steps
-    rows = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype), batch
-    )
+    count = jax.tree.leaves(batch)[0].shape[0] // parts
     extras = jax.eval_shape(lambda x: x, extras)
-    program, weighted, aux = _program(settings, loss_fn, full, rows, extras, has_aux)
+
+    def program(count: int) -> tuple[jex.ClosedJaxpr, bool, PyTree]:
+        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), batch)
+        return _program(settings, loss_fn, full, rows, extras, has_aux)
+
+    closed, weighted, aux = program(count)
     if not on_gpu(settings.mesh):
-        program = passes.with_row_major_ffts(program)
-    closed, captured = _opened(program)
+        closed = passes.with_row_major_ffts(closed)
+    closed, captured = _opened(closed)
     cuts = settings.splitter(full)
     names = [name for name, _ in paths.named_leaves(full)]
     frozen = paths.frozen_leaves(full, settings.frozen)
     inputs, results = len(closed.jaxpr.invars), len(closed.jaxpr.outvars)
+    arrays = len(jax.tree.leaves(batch))
     trained = [not still for still in frozen] + [False] * (inputs - len(frozen))
     _check_weight(closed, trained)
-    count = len(jax.tree.leaves(rows))
-    of_batch = [len(names) <= at < len(names) + count for at in range(inputs)]
+    of_batch = [len(names) <= at < len(names) + arrays for at in range(inputs)]
     over_rows.check(closed, trained, of_batch, parts=parts, weighted=weighted, told=told)
     # Keys are folded with the device; other extras are the same everywhere.
     keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(extras)]
-    varying = [*[False] * len(names), *[True] * count, *keys, *[False] * len(captured)]
-
-    def longer(rows: PyTree) -> PyTree:
-        return _program(settings, loss_fn, full, rows, extras, has_aux)[2]
-
-    kinds = _kinds(closed, aux, varying, rows, longer, batch_axes(settings.mesh))
+    varying = [*[False] * len(names), *[True] * arrays, *keys, *[False] * len(captured)]
+    differs = Varies(batch_axes(settings.mesh)).run(closed, varying)[2:]
+    kinds = losses.kinds_of(aux, differs, count, lambda: program(2 * count)[2])
     stage = functools.partial(_on_a_device, settings.mesh)
     policy = policies.parse(settings.remat)
 
@@ -154,17 +154,14 @@ def _opened(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, tuple[jax.Array, 
 
     They may have derivatives from outside. Returns the jaxpr and these floats.
     """
-    pairs = list(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    own = [isinstance(x, jax.core.Tracer) and is_float(v) for v, x in pairs]
-    if not any(own):
+    body, consts = closed.jaxpr, list(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    captured = {v: x for v, x in consts if isinstance(x, jax.core.Tracer) and is_float(v)}
+    if not captured:
         return closed, ()
-    still = [pair for pair, mine in zip(pairs, own, strict=True) if not mine]
-    moved = [pair for pair, mine in zip(pairs, own, strict=True) if mine]
-    body = closed.jaxpr
-    invars = [*body.invars, *(v for v, _ in moved)]
-    constvars = [v for v, _ in still]
-    jaxpr = new_jaxpr(invars, body.outvars, body.eqns, body.effects, constvars)
-    return jex.ClosedJaxpr(jaxpr, [x for _, x in still]), tuple(x for _, x in moved)
+    rest = {v: x for v, x in consts if v not in captured}
+    invars = [*body.invars, *captured]
+    jaxpr = new_jaxpr(invars, body.outvars, body.eqns, body.effects, list(rest))
+    return jex.ClosedJaxpr(jaxpr, list(rest.values())), tuple(captured.values())
 
 
 def _on_a_device(mesh: AnyMesh, fn: Callable[..., PyTree], *shapes: PyTree) -> jex.ClosedJaxpr:
@@ -203,19 +200,17 @@ def _program(
     def call(params: PyTree, rows: PyTree, *extras: PyTree) -> PyTree:
         with named_activations(settings.model_axis.rules):
             out = loss_fn(params, rows, *extras)
-        total, weight, aux = losses.taken_apart(out, has_aux)
-        weighted = isinstance(out[0] if has_aux else out, losses.Weighted)
+        total, weight, aux, weighted = losses.taken_apart(out, has_aux)
         found.append((weighted, jax.eval_shape(lambda: aux)))
         return total, weight, aux
 
-    like = _unboxed(jax.tree.map(lambda x: _in_compute_dtype(x, settings), full))
+    def in_compute_dtype(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        floating = jnp.issubdtype(x.dtype, jnp.floating)
+        return jax.ShapeDtypeStruct(x.shape, settings.wire.compute if floating else x.dtype)
+
+    like = _unboxed(jax.tree.map(in_compute_dtype, full))
     closed = _on_a_device(settings.mesh, call, like, rows, *extras)
     return closed, *found[-1]
-
-
-def _in_compute_dtype(x: jax.ShapeDtypeStruct, settings: Config) -> jax.ShapeDtypeStruct:
-    floating = jnp.issubdtype(x.dtype, jnp.floating)
-    return jax.ShapeDtypeStruct(x.shape, settings.wire.compute if floating else x.dtype)
 
 
 def _unboxed(tree: PyTree) -> PyTree:
@@ -251,52 +246,3 @@ class _DifferentiatedLoops(HasGradient):
         made = super().while_loop(eqn, values)
         self.found |= any(has and is_float(v) for has, v in zip(made, eqn.outvars, strict=True))
         return made
-
-
-def _kinds(
-    closed: jex.ClosedJaxpr,
-    aux: PyTree,
-    varying: Sequence[bool],
-    rows: PyTree,
-    aux_of: Callable[[PyTree], PyTree],
-    axes: Sequence[str],
-) -> list[str]:
-    """Returns how each leaf of the aux is combined over devices."""
-    named = jax.tree_util.tree_flatten_with_path(aux)[0]
-    if not named:
-        return []
-    leaves = [(jax.tree_util.keystr(path), like) for path, like in named]
-    differs = Varies(axes).run(closed, varying)[2:]
-    count = jax.tree.leaves(rows)[0].shape[0]
-    have_rows = [like.shape[:1] == (count,) for _, like in leaves]
-    if any(have_rows):
-        unsure = [name for (name, _), has in zip(leaves, have_rows, strict=True) if has]
-        have_rows = _grow_with_the_batch(leaves, rows, aux_of, unsure)
-    return losses.kinds_of(leaves, differs, have_rows)
-
-
-def _grow_with_the_batch(
-    leaves: Sequence[tuple[str, jax.ShapeDtypeStruct]],
-    rows: PyTree,
-    aux_of: Callable[[PyTree], PyTree],
-    unsure: Sequence[str],
-) -> list[bool]:
-    """Returns True for each aux leaf whose dim 0 doubles if the rows do.
-
-    Only a loss with an aux leaf as long as a micro-batch is traced this second time. Rows cannot be
-    followed through every operation, and those that are missed would be averaged over devices.
-    """
-    count = jax.tree.leaves(rows)[0].shape[0]
-    double = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype), rows
-    )
-    try:
-        likes = jax.tree.leaves(aux_of(double))
-    except Exception as error:  # any that the user's loss raises
-        raise ValueError(
-            f"aux {', '.join(unsure)}: dim 0 is as long as a micro-batch ({count} rows), but the "
-            f"loss cannot be traced with {2 * count} rows. Write the loss for any number of rows, "
-            f"or return values other than rows as aux[None]. The error of that trace: {error}"
-        ) from error
-    pairs = zip(leaves, likes, strict=True)
-    return [x.shape[:1] == (count,) and y.shape[:1] == (2 * count,) for (_, x), y in pairs]
