@@ -5,7 +5,8 @@ any other leaf with respect to its gathered copy.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from zero_jax.sharding.partition import Partition
 from zero_jax.sharding.paths import PyTree
 
 Leaves = list[jax.Array]
+Views = tuple[Leaves, list[jax.Array | None]]  # parameters, and copies gathered for the whole step
 # The gradient of a leaf before it is padded, its l2 norm, and whether all of it is finite.
 Gradients = tuple[PyTree, jax.Array, jax.Array]
 
@@ -72,20 +74,20 @@ class DeviceStep:
         self, params: PyTree, batch: PyTree, extras: tuple[PyTree, ...], scale: jax.Array
     ) -> Result:
         """Returns the global loss alone."""
-        values, copies = self._views(jax.tree.leaves(params))
-        weights = self._weights(values, copies, [None] * len(values))
-        total, weight, aux = self._run(weights, batch, micro_batch.fold_keys(extras, self._place()))
+        views = self._views(jax.tree.leaves(params))
+        extras = micro_batch.fold_keys(extras, self._place)
+        total, weight, aux = self._run(self._weights(*views), batch, extras)
         return self._result(*self._sums(total, weight), aux, (None, None, None))
 
     def gradients(
         self, params: PyTree, batch: PyTree, extras: tuple[PyTree, ...], scale: jax.Array
     ) -> Result:
         """Returns the global loss, and this device's shards of its gradients."""
-        values, copies = self._views(jax.tree.leaves(params))
+        views = self._views(jax.tree.leaves(params))
 
         def one(micro: PyTree, index: jax.Array | int) -> tuple[Micro, Leaves]:
-            own = micro_batch.fold_keys(extras, self._place() * self.k + index)
-            return self._one(values, copies, micro, own, scale)
+            own = micro_batch.fold_keys(extras, self._place * self.k + index)
+            return self._one(views, micro, own, scale)
 
         (total, weight, undo, aux), grads = micro_batch.accumulate(
             one, batch, self.k, self.traced.kinds
@@ -94,34 +96,22 @@ class DeviceStep:
         return self._result(total, weight, aux, self._finish(grads, undo / (weight * scale)))
 
     def _one(
-        self,
-        values: Leaves,
-        copies: list[jax.Array | None],
-        micro: PyTree,
-        extras: tuple[PyTree, ...],
-        scale: jax.Array,
+        self, views: Views, micro: PyTree, extras: tuple[PyTree, ...], scale: jax.Array
     ) -> tuple[Micro, Leaves]:
         """Runs a micro-batch; its gradients are summed over devices where they are due."""
-        leaves = self.traced.leaves
-        slots = [
-            None if leaf.waits_in is None else jnp.zeros(x.shape, leaf.waits_in)
-            for x, leaf in zip(values, leaves, strict=True)
+        pairs = zip(views[0], self.traced.leaves, strict=True)
+        trained = [
+            x if leaf.waits_in is None else jnp.zeros(x.shape, leaf.waits_in)
+            for x, leaf in pairs
+            if not leaf.frozen
         ]
-        # None where there is nothing to differentiate: a frozen leaf, or one with a slot.
-        parts = zip(values, slots, leaves, strict=True)
-        trained = [None if leaf.frozen or s is not None else v for v, s, leaf in parts]
 
-        def objective(
-            trained: list[jax.Array | None], slots: list[jax.Array | None]
-        ) -> tuple[jax.Array, Micro]:
-            own = [v if t is None else t for v, t in zip(values, trained, strict=True)]
-            total, weight, aux = self._run(self._weights(own, copies, slots), micro, extras)
+        def objective(trained: Leaves) -> tuple[jax.Array, Micro]:
+            total, weight, aux = self._run(self._weights(*views, trained), micro, extras)
             down = self._scaled_down(weight)
             return total * (scale * down), Micro(total, weight, 1.0 / down, aux)
 
-        differentiated = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
-        (_, out), found = differentiated(trained, slots)
-        grads = [g for pair in zip(*found, strict=True) for g in pair if g is not None]
+        (_, out), grads = jax.value_and_grad(objective, has_aux=True)(trained)
         return out, self._reduced(grads, MICRO_BATCH)
 
     def _run(
@@ -148,17 +138,17 @@ class DeviceStep:
         most = jax.lax.pmax(jnp.abs(jax.lax.stop_gradient(weight)), batch_axes(self.settings.mesh))
         return jnp.exp2(-jnp.floor(jnp.log2(jnp.where(most > 0, most, 1.0))))
 
-    def _views(self, shards: Leaves) -> tuple[Leaves, list[jax.Array | None]]:
+    def _views(self, shards: Leaves) -> Views:
         """Returns the differentiable parameters and the copies gathered for the whole step."""
-        pairs = list(zip(shards, self.traced.leaves, strict=True))
-        if LIFETIMES[self.settings.stage].copy == TOUCH:
-            wire = self.settings.wire
-            joined = [gather_scatter.join(x, leaf.cut, wire, REPLICA) for x, leaf in pairs]
-            return joined, [None] * len(shards)
-        copies = [self._copy(x, leaf.cut) for x, leaf in pairs]
-        both = list(zip(pairs, copies, strict=True))
-        values = [x if leaf.opens else copy for (x, leaf), copy in both]
-        return values, [copy if leaf.opens else None for (_, leaf), copy in both]
+
+        def view(shard: jax.Array, leaf: Leaf) -> tuple[jax.Array, jax.Array | None]:
+            if LIFETIMES[self.settings.stage].copy == TOUCH:
+                return gather_scatter.join(shard, leaf.cut, self.settings.wire, REPLICA), None
+            copy = self._copy(shard, leaf.cut)
+            return (shard, copy) if leaf.opens else (copy, None)
+
+        pairs = list(map(view, shards, self.traced.leaves))
+        return [value for value, _ in pairs], [copy for _, copy in pairs]
 
     def _copy(self, shard: jax.Array, cut: Partition) -> jax.Array:
         """Gathers a leaf. Stacked matrices are gathered layer by layer."""
@@ -172,46 +162,55 @@ class DeviceStep:
         return jax.lax.map(gather, shard) if matrices else gather(shard)
 
     def _weights(
-        self,
-        values: Leaves,
-        copies: list[jax.Array | None],
-        slots: list[jax.Array | None],
+        self, values: Leaves, copies: list[jax.Array | None], trained: Leaves | None = None
     ) -> list[Weight]:
-        """Returns the parameters that the traced loss is run with."""
-        parts = zip(values, copies, slots, self.traced.leaves, strict=True)
-        return [
-            Weight(self._source(value, copy, slot, leaf), _form(at, leaf.cut))
-            for at, (value, copy, slot, leaf) in enumerate(parts)
-        ]
+        """Returns the parameters that the traced loss is run with.
 
-    def _source(
-        self, value: jax.Array, copy: jax.Array | None, slot: jax.Array | None, leaf: Leaf
-    ) -> Source:
+        Args:
+          values: See `_views`.
+          copies: See `_views`.
+          trained: The differentiated arrays, in place of the values of trained leaves: of a leaf
+            whose gradient waits in another dtype its slot, see `gather_scatter.touch`.
+        """
+        weights, it = [], iter(trained or ())
+        for at, leaf in enumerate(self.traced.leaves):
+            value, slot = values[at], None
+            if trained is not None and not leaf.frozen:
+                value, slot = (next(it), None) if leaf.waits_in is None else (value, next(it))
+            form = Form(at, len(leaf.cut.shape), leaf.cut.dim)
+            weights.append(Weight(self._source(leaf, value, copies[at], slot), form))
+        return weights
+
+    def _source(self, leaf: Leaf, *arrays: jax.Array | None) -> Source:
+        """Returns the source of a leaf, given its value, copy and slot."""
         if not leaf.opens:
-            return whole(value)
-        has_copy, has_slot = copy is not None, slot is not None
-        wire, sums = self.settings.wire, leaf.summed == TOUCH
+            return whole(arrays[0])
+        wire, sums, (_, copy, slot) = self.settings.wire, leaf.summed == TOUCH, arrays
+        exist = [x is not None for x in arrays]
 
-        def make(shard: jax.Array, *others: jax.Array) -> jax.Array:
-            it = iter(others)
-            own = next(it) if has_copy else None, next(it) if has_slot else None
-            return gather_scatter.touch(shard, *own, leaf.cut, wire, sums)
+        def spread(arrays: Sequence[jax.Array]) -> Iterator[Any]:
+            it = iter(arrays)
+            return (next(it) if exists else None for exists in exist)
+
+        def make(*arrays: jax.Array) -> jax.Array:
+            return gather_scatter.touch(*spread(arrays), leaf.cut, wire, sums)
 
         def back(gradient: jax.Array) -> tuple[jax.Array | None, ...]:
             made = gather_scatter.touch_gradients(gradient, slot, leaf.cut, wire, sums)
-            given = zip(made, (value, copy, slot), strict=True)
-            return tuple(x for x, array in given if array is not None)
+            return tuple(itertools.compress(made, exist))
 
         def rows(
-            given: tuple[jax.Array, ...], indices: jax.Array, how: Mapping[str, Any]
+            arrays: tuple[jax.Array, ...], indices: jax.Array, how: Mapping[str, Any]
         ) -> jax.Array:
-            shard, slot = given[0], given[1] if len(given) > 1 else None
+            shard, _, slot = spread(arrays)
             take = lookup.Take(how["mode"], how["fill_value"])
             return lookup.rows(shard, slot, indices, take, leaf.cut, wire)
 
-        arrays = tuple(x for x in (value, copy, slot) if x is not None)
         return Source(
-            *(arrays, make, False, rows if leaf.by_rows else None),
+            tuple(x for x in arrays if x is not None),
+            make,
+            free=False,
+            rows=rows if leaf.by_rows else None,
             local=copy is not None or leaf.cut.dim is None,
             back=back,
         )
@@ -282,9 +281,6 @@ class DeviceStep:
         norm, finite = norms.norm_of(jax.lax.psum(norms.two_sums(squares), axes))
         return norm, finite if self.settings.skip_nonfinite else jnp.asarray(True)
 
+    @property
     def _place(self) -> jax.Array:
         return jax.lax.axis_index(batch_axes(self.settings.mesh))
-
-
-def _form(at: int, cut: Partition) -> Form:
-    return Form(at, len(cut.shape), cut.dim)

@@ -8,8 +8,8 @@ the same trace prepared again, without those stops. A program that nobody differ
 unchanged.
 """
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -18,6 +18,9 @@ from jax.custom_derivatives import SymbolicZero
 from zero_jax.collectives.barriers import is_float
 from zero_jax.engine.device_step import Result
 from zero_jax.engine.trace import Traced
+from zero_jax.sharding.paths import PyTree
+
+Tangents = tuple[jax.Array | SymbolicZero, ...]
 
 
 def differentiable(
@@ -26,60 +29,55 @@ def differentiable(
     """Returns a function whose results have derivatives with respect to all of its arguments.
 
     Args:
-      program: makes the function of a traced loss.
-      traced: the loss as the engine differentiates it.
+      program: Makes the function of a traced loss.
+      traced: The loss as the engine differentiates it.
     """
 
-    def run(*args: Any) -> Result:
+    def run(*args: PyTree) -> Result:
         flat, treedef = jax.tree.flatten(args)
 
-        def results(traced: Traced, flat: Any) -> Result:
+        def results(traced: Traced, flat: Sequence[jax.Array]) -> Result:
             return program(traced)(*jax.tree.unflatten(treedef, flat))
 
         @jax.custom_jvp
-        def call(*flat: Any) -> Result:
+        def call(*flat: jax.Array) -> Result:
             return results(traced, flat)
 
-        def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Result, Result]:
-            moved = [
-                i
-                for i, (x, t) in enumerate(zip(primals, tangents, strict=True))
-                if is_float(x) and not isinstance(t, SymbolicZero)
-            ]
+        @functools.partial(call.defjvp, symbolic_zeros=True)
+        def rule(primals: tuple[jax.Array, ...], tangents: Tangents) -> tuple[Result, Result]:
+            pairs = enumerate(zip(primals, tangents, strict=True))
+            moving = {
+                i: t for i, (x, t) in pairs if is_float(x) and not isinstance(t, SymbolicZero)
+            }
 
-            def linearized(aux: bool) -> tuple[Result, list[Any]]:
-                """The results, and the tangents of those that are floats."""
+            def linearized(aux: bool) -> tuple[Result, list[jax.Array]]:
+                """Returns the results, and the tangents of those that are floats."""
                 again = traced.from_outside(aux)
 
-                def some(*own: Any) -> tuple[list[Any], Result]:
-                    full = list(primals)
-                    for i, x in zip(moved, own, strict=True):
-                        full[i] = x
-                    out = results(again, full)
+                def some(moved: dict[int, jax.Array]) -> tuple[list[jax.Array], Result]:
+                    out = results(again, [moved.get(i, x) for i, x in enumerate(primals)])
                     wanted = out.aux if aux else out
                     return [x for x in jax.tree.leaves(wanted) if is_float(x)], out
 
-                _, push, out = jax.linearize(some, *(primals[i] for i in moved), has_aux=True)
-                return out, push(*(tangents[i] for i in moved))
+                moved = {i: primals[i] for i in moving}
+                _, push, out = jax.linearize(some, moved, has_aux=True)
+                return out, push(moving)
 
             out, made = linearized(False)
-            moving = _filled(out, made)
+            change = _filled(out, made)
             # A metric may have infinite derivatives, which must not reach the loss's as 0 * inf.
             if any(map(is_float, jax.tree.leaves(out.aux))):
-                moving.aux[:] = _filled(out.aux, linearized(True)[1])
-            return out, moving
+                change.aux[:] = _filled(out.aux, linearized(True)[1])
+            return out, change
 
-        call.defjvp(rule, symbolic_zeros=True)
         return call(*flat)
 
     return run
 
 
-def _filled(like: Any, tangents: list[Any]) -> Any:
-    """The tangents of a tree, of those of its floats."""
+def _filled(like: PyTree, tangents: list[jax.Array]) -> PyTree:
+    """Returns the tangents of a tree, given those of its floats."""
     it = iter(tangents)
-    leaves, treedef = jax.tree.flatten(like)
-    return jax.tree.unflatten(
-        treedef,
-        [next(it) if is_float(x) else np.zeros(x.shape, jax.dtypes.float0) for x in leaves],
+    return jax.tree.map(
+        lambda x: next(it) if is_float(x) else np.zeros(x.shape, jax.dtypes.float0), like
     )
