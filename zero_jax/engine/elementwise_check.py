@@ -34,11 +34,14 @@ _LAYOUT = frozenset(("broadcast_in_dim", "transpose", "reshape", "squeeze"))
 class _ShardDiffersError(ValueError):
     """A result for a shard is not the shard of the result for the full leaf.
 
-    Attributes:
+    Args:
+      why: The reason, for the message.
       sources: The equation, then the calls and loops that it is in.
     """
 
-    sources: Sequence[jex.JaxprEqn] = ()
+    def __init__(self, why: str, *sources: jex.JaxprEqn):
+        super().__init__(why)
+        self.sources = list(sources)
 
 
 def require_elementwise(
@@ -75,24 +78,20 @@ def at_rest_and_shard(params: PyTree, cuts: Sequence[Partition]) -> tuple[PyTree
 
 
 def _require(tx: optax.GradientTransformation, full: PyTree, piece: PyTree) -> None:
-    sources: Sequence[jex.JaxprEqn | Exception]
-    cause: Exception
     try:
         _compare(tx, full, piece)
-    except _ShardDiffersError as error:
-        verdict, why, sources, cause = "is not", str(error), error.sources, error
     except Exception as error:  # any that the user's transformation raises
-        line = str(error).partition("\n")[0]
-        verdict, why = "could not be shown to be", f"it raised {type(error).__name__}: {line}"
-        sources, cause = [error], error
-    else:
-        return
-    whole = getattr(tx.update, "__qualname__", type(tx).__name__).partition(".<locals>")[0]
-    raise ValueError(
-        f"`tx`: {transformation_of(sources) or whole} {verdict} elementwise, and inside shard_map "
-        f"it sees only this device's shards: {why}. Use tx = zero.optimizer(tx) outside shard_map, "
-        "which is exact for every transformation"
-    ) from cause
+        sources: Sequence[jex.JaxprEqn | Exception] = [error]
+        verdict, line = "could not be shown to be", str(error).partition("\n")[0]
+        why = f"it raised {type(error).__name__}: {line}"
+        if isinstance(error, _ShardDiffersError):
+            sources, verdict, why = error.sources, "is not", str(error)
+        whole = getattr(tx.update, "__qualname__", type(tx).__name__).partition(".<locals>")[0]
+        raise ValueError(
+            f"`tx`: {transformation_of(sources) or whole} {verdict} elementwise, and inside "
+            f"shard_map it sees only this device's shards: {why}. Use tx = zero.optimizer(tx) "
+            "outside shard_map, which is exact for every transformation"
+        ) from error
 
 
 def _compare(tx: optax.GradientTransformation, full: PyTree, piece: PyTree) -> None:
@@ -122,12 +121,12 @@ def _require_same(full: jex.ClosedJaxpr, piece: jex.ClosedJaxpr) -> None:
     """Raises `_ShardDiffersError` if results for shards are not shards of those for full leaves."""
     sizes = {(len(p.eqns), len(p.invars), len(p.constvars)) for p in (full.jaxpr, piece.jaxpr)}
     if len(sizes) > 1:
-        error = _ShardDiffersError("its program depends on the shape of a shard")
         pairs = zip(full.jaxpr.eqns, piece.jaxpr.eqns, strict=False)
-        error.sources = [a for a, b in pairs if a.primitive is not b.primitive][:1]
-        raise error
+        first = [a for a, b in pairs if a.primitive is not b.primitive][:1]
+        raise _ShardDiffersError("its program depends on the shape of a shard", *first)
     results = _SideBySide(piece).run(full, piece.jaxpr.invars)
-    _require_same_atoms(results, piece.jaxpr.outvars)
+    if not _are_same(results, piece.jaxpr.outvars):
+        raise _ShardDiffersError("it returns other values on a shard")
 
 
 class _SideBySide(Walk[Atom]):
@@ -150,46 +149,30 @@ class _SideBySide(Walk[Atom]):
         return other
 
     def equation(self, eqn: jex.JaxprEqn, values: list[Atom]) -> Sequence[Atom]:
-        other = next(self._eqns)
+        other, name = next(self._eqns), eqn.primitive.name
+        same = eqn.primitive is other.primitive and _settings(eqn) == _settings(other)
+        if not same or not _are_same(values, other.invars):
+            raise _ShardDiffersError(f"its {name} is another operation on a shard", eqn)
         try:
-            _require_same_atoms(values, other.invars)
-            _require_same_operation(eqn, other)
+            for pair in zip(_bodies(eqn), _bodies(other), strict=True):
+                _require_same(*pair)
         except _ShardDiffersError as error:
-            error.sources = [*error.sources, eqn]
+            error.sources.append(eqn)
             raise
+        if not (_bodies(eqn) or _keeps_shards(eqn, other)):
+            raise _ShardDiffersError(f"its {name} needs full leaves", eqn)
         return other.outvars
 
 
-def _require_same_atoms(full: Sequence[Atom], piece: Sequence[Atom]) -> None:
-    for a, b in itertools.zip_longest(full, piece):
+def _are_same(full: Sequence[Atom], piece: Sequence[Atom]) -> bool:
+    """Returns True for the same variables and for equal literals."""
+
+    def same(a: Atom | None, b: Atom | None) -> bool:
         if isinstance(a, jex.Literal) and isinstance(b, jex.Literal):
-            if not np.array_equal(a.val, b.val, equal_nan=True):
-                raise _ShardDiffersError(f"it uses {b.val} on a shard and {a.val} on a full leaf")
-        elif a is not b:
-            raise _ShardDiffersError("it uses other values on a shard")
+            return np.array_equal(a.val, b.val, equal_nan=True)
+        return a is b
 
-
-def _require_same_operation(full: jex.JaxprEqn, piece: jex.JaxprEqn) -> None:
-    """Raises `_ShardDiffersError` if shards are mapped to anything but shards of the results."""
-    name = full.primitive.name
-    if full.primitive is not piece.primitive:
-        raise _ShardDiffersError(
-            f"it runs {piece.primitive.name} on a shard and {name} on a full leaf"
-        )
-    if _settings(full) != _settings(piece):
-        raise _ShardDiffersError(f"its {name} has other parameters on a shard")
-    if _bodies(full):
-        for pair in zip(_bodies(full), _bodies(piece), strict=True):
-            _require_same(*pair)
-        return
-    of_operands, of_results = (
-        [_sharded_dim(*pair) for pair in zip(*sides, strict=True)]
-        for sides in ((full.invars, piece.invars), (full.outvars, piece.outvars))
-    )
-    if any(d is not None for d in (*of_operands, *of_results)) and not _keeps_shards(
-        full, of_operands, of_results
-    ):
-        raise _ShardDiffersError(f"its {name} needs full leaves")
+    return all(itertools.starmap(same, itertools.zip_longest(full, piece)))
 
 
 def _bodies(eqn: jex.JaxprEqn) -> list[jex.ClosedJaxpr]:
@@ -207,23 +190,22 @@ def _settings(eqn: jex.JaxprEqn) -> dict[str, str | int]:
     return {k: str(v) for k, v in eqn.params.items() if k not in ("shape", "new_sizes")}
 
 
-def _sharded_dim(full: Atom, piece: Atom) -> Dim:
-    """Returns the dim along which a value is sharded, or None."""
-    shapes = shape_of(full), shape_of(piece)
-    dims = [d for d, (a, b) in enumerate(zip(*shapes, strict=False)) if a != b]
-    if len(dims) > 1 or len(shapes[0]) != len(shapes[1]):
-        raise _ShardDiffersError(
-            f"it has a value of shape {shapes[1]} on a shard and {shapes[0]} on a full leaf"
-        )
-    return dims[0] if dims else None
-
-
-def _keeps_shards(eqn: jex.JaxprEqn, of_operands: Sequence[Dim], of_results: Sequence[Dim]) -> bool:
-    """Returns True if it combines nothing along the sharded dims of operands and its result."""
-    name = eqn.primitive.name
-    if len(of_results) > 1 or name not in ELEMENTWISE | _LAYOUT | REDUCTIONS:
+def _keeps_shards(full: jex.JaxprEqn, piece: jex.JaxprEqn) -> bool:
+    """Returns True if it combines nothing along the sharded dims of its operands and its result."""
+    pairs = zip((*full.invars, *full.outvars), (*piece.invars, *piece.outvars), strict=True)
+    dims: list[Dim] = []
+    for a, b in ((shape_of(a), shape_of(b)) for a, b in pairs):
+        differing = [d for d, (m, n) in enumerate(zip(a, b, strict=False)) if m != n]
+        if len(a) != len(b) or len(differing) > 1:
+            return False
+        dims.append(differing[0] if differing else None)
+    if all(d is None for d in dims):
+        return True
+    operands, results = dims[: len(full.invars)], dims[len(full.invars) :]
+    name = full.primitive.name
+    if len(results) > 1 or name not in ELEMENTWISE | _LAYOUT | REDUCTIONS:
         return False
-    if name == "broadcast_in_dim" and of_operands[0] is None:
-        sizes = zip(eqn.params["broadcast_dimensions"], shape_of(eqn.invars[0]), strict=True)
-        return all(d != of_results[0] or size == 1 for d, size in sizes)
-    return of_results[0] is not None and sharded_dims(eqn, of_operands) == of_results
+    if name == "broadcast_in_dim" and operands[0] is None:
+        sizes = zip(full.params["broadcast_dimensions"], shape_of(full.invars[0]), strict=True)
+        return all(d != results[0] or size == 1 for d, size in sizes)
+    return results[0] is not None and sharded_dims(full, operands) == results

@@ -11,7 +11,6 @@ receives shards only, so `init` raises for those that are not elementwise (eleme
 Source: ZeRO (arXiv:1910.02054), sections 5.1, 5.2 and 7.2.1.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -82,51 +81,43 @@ def partitioned(
             f"`stage`={stage!r}: `partitioned` requires 1 or 2, because parameters are "
             "replicated. Use zero_jax.Zero(mesh, stage=3) for stages 0 and 3"
         )
-    own = _OnShards(_plain(tx), axis_name, stage)
-    return Partitioned(own.init, own.update)
+    tx = _plain(tx)
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _OnShards:
-    """The arguments of `partitioned`, and the functions that it returns."""
-
-    tx: optax.GradientTransformation
-    axis: str
-    stage: int
-
-    def init(self, params: PyTree) -> PyTree:
-        shards = _axis_size(self.axis)
+    def init(params: PyTree) -> PyTree:
         # On one device too, so that a program for one device also runs on several.
-        require_elementwise(self.tx, params, Partitioner(max(shards, 2))(params))
-        return self.tx.init(shard(params, axis_name=self.axis))
+        require_elementwise(tx, params, Partitioner(max(_axis_size(axis_name), 2))(params))
+        return tx.init(shard(params, axis_name=axis_name))
 
     def update(
-        self, grads: PyTree, state: PyTree, params: PyTree | None = None, **extra: PyTree
+        grads: PyTree, state: PyTree, params: PyTree | None = None, **extra: PyTree
     ) -> tuple[PyTree, PyTree]:
-        shards = _axis_size(self.axis)
-        _refuse_summed(grads, self.axis)
+        shards = _axis_size(axis_name)
+        _refuse_summed(grads, axis_name)
         like = grads if params is None else params
-        cuts = Partitioner(shards, axis=self.axis)(like)
-        if self.stage == 1:
+        cuts = Partitioner(shards, axis=axis_name)(like)
+        if stage == 1:
             grads = jax.lax.optimization_barrier(grads)
-        own = None if params is None else shard(params, axis_name=self.axis)
-        inner = optax.with_extra_args_support(self.tx)
-        means = _map(self._mean, grads, cuts, like)
-        pieces, state = inner.update(means, state, own, **extra)
-        return _map(self._gathered, pieces, cuts, like), state
+        own = None if params is None else shard(params, axis_name=axis_name)
+        means = _map(_mean, grads, cuts, like)
+        pieces, state = optax.with_extra_args_support(tx).update(means, state, own, **extra)
+        return _map(_gathered, pieces, cuts, like), state
 
-    def _mean(self, full: jax.Array, cut: Partition, like: jax.Array) -> jax.Array:
-        """Returns this device's shard of the mean over devices."""
-        return (reduce_scatter(full, cut, Wire()) / cut.shards).astype(like.dtype)
+    return Partitioned(init, update)
 
-    def _gathered(self, piece: jax.Array, cut: Partition, like: jax.Array) -> jax.Array:
-        """Returns the full leaf, marked as equal on every device, unlike `collectives.gather`."""
-        if cut.dim is None:
-            return piece.astype(like.dtype)
-        at = cut.dim % piece.ndim
-        full = jax.lax.all_gather(piece, self.axis, axis=at, tiled=True, to="invarying")
-        full = layout.strip_dim(full, cut.dim, cut.size) if cut.padded else full
-        return full.astype(like.dtype)
+
+def _mean(full: jax.Array, cut: Partition, like: jax.Array) -> jax.Array:
+    """Returns this device's shard of the mean over devices."""
+    return (reduce_scatter(full, cut, Wire()) / cut.shards).astype(like.dtype)
+
+
+def _gathered(piece: jax.Array, cut: Partition, like: jax.Array) -> jax.Array:
+    """Returns the full leaf, marked as equal on every device, unlike `collectives.gather`."""
+    if cut.dim is None:
+        return piece.astype(like.dtype)
+    at = cut.dim % piece.ndim
+    full = jax.lax.all_gather(piece, cut.axis, axis=at, tiled=True, to="invarying")
+    full = layout.strip_dim(full, cut.dim, cut.size) if cut.padded else full
+    return full.astype(like.dtype)
 
 
 def _plain(tx: optax.GradientTransformation | optax.MultiSteps) -> optax.GradientTransformation:
@@ -175,12 +166,10 @@ def partition_specs(
     return jax.tree.map(spec, *(jax.eval_shape(tx.init, tree) for tree in trees))
 
 
-def _map(
-    fn: Callable[..., jax.Array], tree: PyTree, cuts: list[Partition], *rest: PyTree
-) -> PyTree:
+def _map(fn: Callable[..., jax.Array], tree: PyTree, cuts: list[Partition], like: PyTree) -> PyTree:
     leaves, treedef = jax.tree.flatten(tree)
-    others = [jax.tree.leaves(t) for t in rest]
-    return jax.tree.unflatten(treedef, [fn(*x) for x in zip(leaves, cuts, *others, strict=True)])
+    parts = zip(leaves, cuts, jax.tree.leaves(like), strict=True)
+    return jax.tree.unflatten(treedef, [fn(*part) for part in parts])
 
 
 def _axis_size(axis: str) -> int:
