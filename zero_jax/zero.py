@@ -15,10 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax.collectives.buckets import BUCKET_BYTES
 from zero_jax.collectives.precision import Precision
-from zero_jax.engine import grads, optimizer, parameters
+from zero_jax.engine import grads, parameters
 from zero_jax.engine.compiler import CheckedJit, XlaOptions
 from zero_jax.engine.config import AUTO, AxisRules, Config, ParamSpecs, Remat, Stage
-from zero_jax.engine.optimizer import ZeroTransform
+from zero_jax.engine.optimizer import ZeroTransform, check_made_for
 from zero_jax.engine.step import TrainStep
 from zero_jax.low_bit.state import OptimizerStateDtype
 from zero_jax.names import unknown
@@ -204,7 +204,7 @@ class Zero:
         Raises:
           ValueError: `tx` is not an optax transformation.
         """
-        return optimizer.partition(tx, self.config.resolved)
+        return ZeroTransform(tx, self.config.resolved)
 
     def value_and_grad(
         self, loss_fn: grads.LossFn, *, has_aux: bool = False
@@ -332,7 +332,7 @@ class Zero:
         """
         if self.config.stage == AUTO:
             raise ValueError('`stage`="auto" has a plan for each candidate: use zero.choose(...)')
-        optimizer.check_made_for(tx, self.config)
+        check_made_for(tx, self.config)
         return planning.of(self.config, loss_fn, tx.plain, *args, **options)
 
     def choose(
@@ -358,7 +358,7 @@ class Zero:
         Raises:
           ValueError: No candidate fits, or the device does not report its memory.
         """
-        optimizer.check_made_for(tx, self.config.resolved)
+        check_made_for(tx, self.config.resolved)
         choice = auto.decide(self.config, loss_fn, tx.plain, *args, **options)
         return ZeroChoice(**vars(choice), zero=type(self)(**vars(choice.config)))
 

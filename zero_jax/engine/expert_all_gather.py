@@ -18,8 +18,7 @@ from collections.abc import Collection, Iterator, Sequence
 import jax
 import jax.extend.core as jex
 
-from zero_jax.engine import expert_all_to_all
-from zero_jax.engine.expert_all_to_all import ExpertDims, Weights, per_expert
+from zero_jax.engine.expert_all_to_all import SCOPE, ExpertDims, Weights, per_expert
 from zero_jax.sharding.mesh import EXPERTS
 from zero_jax.tracing.dataflow import Graph, index_dims
 from zero_jax.tracing.interpreter import Resized
@@ -64,6 +63,26 @@ class TokenRegion:
         sums = self.closed.jaxpr.outvars
         return groups * sum(map(bytes_of, [*self.tokens, *sums])) + indices
 
+    @jax.named_scope(SCOPE)
+    def run(self, values: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the sums for this device's tokens.
+
+        Args:
+          values: The inputs; of experts those of this device's group.
+        """
+        env = dict(zip(self.closed.jaxpr.invars, values, strict=True))
+        tokens = [jax.lax.all_gather(env[v], EXPERTS) for v in self.tokens]
+        indices = [_to_experts(env[eqn.invars[1]], dim) for eqn, dim in self.picks.items()]
+
+        def of_one_group(
+            tokens: Sequence[jax.Array], indices: Sequence[jax.Array]
+        ) -> list[jax.Array]:
+            inputs = env | dict(zip(self.tokens, tokens, strict=True))
+            return _TokensOfOneGroup(self, indices).run(self.closed, list(inputs.values()))
+
+        of_all = jax.vmap(of_one_group)(tokens, indices)
+        return [jax.lax.psum_scatter(sums, EXPERTS) for sums in of_all]
+
 
 def around(
     graph: Graph,
@@ -89,7 +108,7 @@ def around(
     if until is None:
         return None
     *inside, last = until
-    back, products = graph.eqns[last], per_expert(graph.part(inside), weights)
+    back, products = graph.eqns[last], per_expert(graph, inside, weights)
     if products is None:
         return None
     dims = products.dims
@@ -104,17 +123,16 @@ def around(
     coordinate = _coordinate(back, dims[back.invars[0]])
     if coordinate is None:
         return None
-    tables = [graph.eqns[at].invars[0] for at in picks]
     regions = []
     for sums, total in _sums(graph, back.outvars[0], others):
-        rest = [*until, *sums]
+        rest = [*inside, last, *sums]
         made = {*graph.made(picks), *graph.made(rest), *weights}
-        read = dict.fromkeys([*tables, *inputs_of(graph.part(rest))])
+        read = [*(graph.eqns[at].invars[0] for at in picks), *inputs_of(graph.part(rest))]
         regions.append(
             TokenRegion(
                 at=[*picks, *rest],
                 closed=stretch([graph.eqns[at] for at in (*picks, *rest)], [total]),
-                tokens=[v for v in read if is_var(v) and v not in made],
+                tokens=[v for v in dict.fromkeys(read) if is_var(v) and v not in made],
                 picks={graph.eqns[at]: dim for at, dim in picks.items()},
                 back=back,
                 coordinate=coordinate,
@@ -123,26 +141,6 @@ def around(
     best = min(regions, key=lambda region: region.sent(groups))
     rows_bytes = sum(map(bytes_of, [*rows, back.invars[0]]))
     return best if best.sent(groups) < rows_bytes else None
-
-
-@jax.named_scope(expert_all_to_all.SCOPE)
-def run(region: TokenRegion, values: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the sums for this device's tokens.
-
-    Args:
-      region: A result of `around`.
-      values: Its inputs; of experts those of this device's group.
-    """
-    env = dict(zip(region.closed.jaxpr.invars, values, strict=True))
-    tokens = [jax.lax.all_gather(env[v], EXPERTS) for v in region.tokens]
-    indices = [_to_experts(env[eqn.invars[1]], dim) for eqn, dim in region.picks.items()]
-
-    def of_one_group(tokens: Sequence[jax.Array], indices: Sequence[jax.Array]) -> list[jax.Array]:
-        inputs = env | dict(zip(region.tokens, tokens, strict=True))
-        return _TokensOfOneGroup(region, indices).run(region.closed, list(inputs.values()))
-
-    of_all = jax.vmap(of_one_group)(tokens, indices)
-    return [jax.lax.psum_scatter(sums, EXPERTS) for sums in of_all]
 
 
 class _TokensOfOneGroup(Resized):

@@ -18,7 +18,7 @@ import jax
 import jax.extend.core as jex
 
 from zero_jax.sharding.mesh import EXPERTS
-from zero_jax.tracing.dataflow import kept_dims
+from zero_jax.tracing.dataflow import Graph, kept_dims
 from zero_jax.tracing.interpreter import Resized
 from zero_jax.tracing.jaxpr import ELEMENTWISE, Atom, Walk, is_in, is_var, shape_of, stretch
 
@@ -41,30 +41,54 @@ class ExpertProducts:
     """Equations that are computed per expert: products with experts, and those between them.
 
     Attributes:
+      at: Their positions.
       closed: The equations as a jaxpr.
       dims: The dims of experts and rows of each variable, except for the matrices of experts.
     """
 
+    at: Sequence[int]
     closed: jex.ClosedJaxpr
-    dims: dict[Atom, ExpertDims]
+    dims: Mapping[Atom, ExpertDims]
+
+    @jax.named_scope(SCOPE)
+    def run(self, values: Sequence[jax.Array], most: int = MOST_PARTS) -> list[jax.Array]:
+        """Returns the results, of all experts, for this device's rows.
+
+        Args:
+          values: The inputs; of experts those of this device's group.
+          most: Maximum number of parts of the rows.
+        """
+        of_inputs = [self.dims.get(var) for var in self.closed.jaxpr.invars]
+        of_results = [self.dims[var] for var in self.closed.jaxpr.outvars]
+        count = _parts([(x, d.rows) for x, d in zip(values, of_inputs, strict=True) if d], most)
+        made = []
+        for part in range(count):
+            inputs = [
+                x if dims is None else _sent(_part(x, dims.rows, part, count), dims)
+                for x, dims in zip(values, of_inputs, strict=True)
+            ]
+            outs = Resized().run(self.closed, inputs)
+            made.append([_returned(x, dims) for x, dims in zip(outs, of_results, strict=True)])
+        return [
+            jax.numpy.concatenate(parts, dims.rows) if count > 1 else parts[0]
+            for parts, dims in zip(zip(*made, strict=True), of_results, strict=True)
+        ]
 
 
-def per_expert(
-    eqns: Sequence[jex.JaxprEqn], weights: Weights, results: Sequence[jex.Var] = ()
-) -> ExpertProducts | None:
+def per_expert(graph: Graph, at: Sequence[int], weights: Weights) -> ExpertProducts | None:
     """Returns equations as products with experts.
 
     Args:
-      eqns: Equations that multiply with experts, and those between them.
+      graph: The equations of a layer.
+      at: Those that multiply with experts, and those between them.
       weights: The matrices of experts.
-      results: Results of the equations that others read.
 
     Returns:
       None if an equation is not computed per expert, or has its rows along another dim.
     """
-    closed, walk = stretch(eqns, results), _PerExpert(weights)
+    closed, walk = stretch(graph.part(at), graph.results(at)), _PerExpert(weights)
     walk.environment(closed, [None] * len(closed.jaxpr.invars))
-    return ExpertProducts(closed, walk.dims) if walk.holds else None
+    return ExpertProducts(at, closed, walk.dims) if walk.holds else None
 
 
 class _PerExpert(Walk[None]):
@@ -124,35 +148,6 @@ class _PerExpert(Walk[None]):
         (dims,) = known
         self.dims.update(dict.fromkeys(arrays, dims))
         return dims
-
-
-@jax.named_scope(SCOPE)
-def run(
-    products: ExpertProducts, values: Sequence[jax.Array], most: int = MOST_PARTS
-) -> list[jax.Array]:
-    """Returns the results of products, of all experts, for this device's rows.
-
-    Args:
-      products: The products.
-      values: Their inputs; of experts those of this device's group.
-      most: Maximum number of parts of the rows.
-    """
-    jaxpr = products.closed.jaxpr
-    of_inputs = [products.dims.get(var) for var in jaxpr.invars]
-    of_results = [products.dims[var] for var in jaxpr.outvars]
-    count = _parts([(x, d.rows) for x, d in zip(values, of_inputs, strict=True) if d], most)
-    made = []
-    for part in range(count):
-        inputs = [
-            x if dims is None else _sent(_part(x, dims.rows, part, count), dims)
-            for x, dims in zip(values, of_inputs, strict=True)
-        ]
-        outs = Resized().run(products.closed, inputs)
-        made.append([_returned(x, dims) for x, dims in zip(outs, of_results, strict=True)])
-    return [
-        jax.numpy.concatenate(parts, dims.rows) if count > 1 else parts[0]
-        for parts, dims in zip(zip(*made, strict=True), of_results, strict=True)
-    ]
 
 
 def _parts(operands: Sequence[tuple[jax.Array, int]], most: int) -> int:

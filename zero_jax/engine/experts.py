@@ -7,15 +7,13 @@ tokens; all other operations are unchanged. The result is a trace like any other
 """
 
 import dataclasses
-import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.extend.core as jex
 
-from zero_jax.engine import expert_all_gather, expert_all_to_all
-from zero_jax.engine.expert_all_to_all import Weights, per_expert
+from zero_jax.engine.expert_all_gather import TokenRegion, around
+from zero_jax.engine.expert_all_to_all import MOST_PARTS, ExpertProducts, Weights, per_expert
 from zero_jax.engine.weights import Form, follow
 from zero_jax.sharding.partition import Partition
 from zero_jax.tracing import jaxpr as jaxprs
@@ -57,7 +55,7 @@ def at_their_devices(
             leaves.add(at)
             shape[cut.experts] //= cut.expert_shards
         shapes.append(jax.ShapeDtypeStruct(tuple(shape), dtype_of(var)))
-    evaluator = _OfOneGroup(cuts, paths, expert_all_to_all.MOST_PARTS if parts else 1)
+    evaluator = _OfOneGroup(cuts, paths, MOST_PARTS if parts else 1)
 
     def loss(*args: jax.Array) -> list[_Value]:
         values = [_LocalExperts(x, at) if at in leaves else x for at, x in enumerate(args)]
@@ -87,21 +85,6 @@ def _array(value: _Value) -> jax.Array:
     return value.array if isinstance(value, _LocalExperts) else value
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Group:
-    """Equations that run together, where the last of them is.
-
-    Attributes:
-      at: Their positions.
-      closed: The equations as a jaxpr.
-      run: Evaluates them with experts of this device's group alone.
-    """
-
-    at: Sequence[int]
-    closed: jex.ClosedJaxpr
-    run: Callable[[Sequence[jax.Array]], list[jax.Array]]
-
-
 class _OfOneGroup(Evaluator[_Value]):
     """Evaluates a loss on the experts of one group of devices."""
 
@@ -116,8 +99,12 @@ class _OfOneGroup(Evaluator[_Value]):
     def run(self, closed: jex.ClosedJaxpr, values: Sequence[_Value]) -> list[_Value]:
         jaxpr, graph = closed.jaxpr, Graph(closed.jaxpr)
         env: dict[jex.Var, _Value] = dict(zip(jaxpr.invars, values, strict=True))
-        forms = {var: self._form(x) for var, x in env.items() if isinstance(x, _LocalExperts)}
-        products = graph.where(lambda eqn: self._is_product(eqn, forms))
+        forms = {
+            var: Form(x.leaf, x.array.ndim, self._cuts[x.leaf].dim)
+            for var, x in env.items()
+            if isinstance(x, _LocalExperts)
+        }
+        products = [at for at in graph.positions if self._is_product(graph, at, forms)]
         if any(is_in(a, forms) for a in jaxpr.outvars):
             raise self._unsupported("return", jaxpr.outvars, forms)
         env.update(zip(jaxpr.constvars, closed.consts, strict=True))
@@ -134,12 +121,10 @@ class _OfOneGroup(Evaluator[_Value]):
                 made = self.equation(eqn, [jaxprs.read(env, atom) for atom in eqn.invars])
                 env.update(zip(eqn.outvars, made, strict=True))
             else:
-                results = group.run([_array(env[v]) for v in reads[at]])
+                most = [self._most] if isinstance(group, ExpertProducts) else []
+                results = group.run([_array(env[v]) for v in reads[at]], *most)
                 env.update(zip(group.closed.jaxpr.outvars, results, strict=True))
         return [jaxprs.read(env, atom) for atom in jaxpr.outvars]
-
-    def _form(self, experts: _LocalExperts) -> Form:
-        return Form(experts.leaf, experts.array.ndim, self._cuts[experts.leaf].dim)
 
     def default(self, eqn: jex.JaxprEqn, values: list[_Value]) -> Sequence[_Value]:
         (experts,) = values
@@ -149,8 +134,9 @@ class _OfOneGroup(Evaluator[_Value]):
             eqn = eqn.replace(params={**eqn.params, "limit_indices": limits})
         return [_LocalExperts(x, experts.leaf) for x in jaxprs.function(eqn)(experts.array)]
 
-    def _is_product(self, eqn: jex.JaxprEqn, forms: dict[jex.Var, Form]) -> bool:
+    def _is_product(self, graph: Graph, at: int, forms: dict[jex.Var, Form]) -> bool:
         """Returns True for a product with experts; adds to `forms` those that it rearranges."""
+        eqn = graph.eqns[at]
         name, experts = eqn.primitive.name, [a for a in eqn.invars if is_in(a, forms)]
         # The bodies of scans and of rematerialised functions are evaluated like this one.
         if not experts or name == "scan" or name in jaxprs.REMAT:
@@ -163,7 +149,7 @@ class _OfOneGroup(Evaluator[_Value]):
             if dim is None or takes_some:
                 raise self._unsupported(name, experts, forms)
             return False
-        if per_expert([eqn], self._weights({a: forms[a] for a in experts})) is None:
+        if per_expert(graph, [at], self._weights({a: forms[a] for a in experts})) is None:
             raise self._unsupported(name, experts, forms)
         return True
 
@@ -178,29 +164,25 @@ class _OfOneGroup(Evaluator[_Value]):
         dims = {v: self._dim(form) for v, form in forms.items()}
         return {v: dim for v, dim in dims.items() if dim is not None}
 
-    def _groups(self, graph: Graph, products: Sequence[int], weights: Weights) -> list[_Group]:
+    def _groups(
+        self, graph: Graph, products: Sequence[int], weights: Weights
+    ) -> list[ExpertProducts | TokenRegion]:
         """Returns groups of products, and of equations around them if tokens are gathered."""
-        groups: list[list[int]] = []
+        groups: list[ExpertProducts] = []
         for at in products:  # as many as possible are grouped: those of a layer
-            together = graph.between([*groups[-1], at]) if groups else [at]
-            if per_expert(graph.part(together), weights) is None:
-                groups.append([at])
-            else:
-                groups[-1:] = [together]
+            together = graph.between([*groups[-1].at, at]) if groups else [at]
+            joined = per_expert(graph, together, weights)
+            if joined is None:
+                joined = per_expert(graph, [at], weights)
+            elif groups:
+                groups.pop()
+            assert joined is not None  # a product alone is one per expert
+            groups.append(joined)
+        every = {at for group in groups for at in group.at}
         return [
-            self._group(graph, group, {*itertools.chain(*groups)} - {*group}, weights)
+            around(graph, group.at, weights, self._shards, every - {*group.at}) or group
             for group in groups
         ]
-
-    def _group(self, graph: Graph, at: Sequence[int], others: set[int], weights: Weights) -> _Group:
-        region = expert_all_gather.around(graph, at, weights, self._shards, others)
-        if region is not None:
-            run = functools.partial(expert_all_gather.run, region)
-            return _Group(region.at, region.closed, run)
-        found = per_expert(graph.part(at), weights, graph.results(at))
-        assert found is not None
-        run = functools.partial(expert_all_to_all.run, found, most=self._most)
-        return _Group(at, found.closed, run)
 
     def _unsupported(
         self, operation: str, atoms: Sequence[Atom], forms: Mapping[jex.Var, Form]

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zero_jax.engine import optimizer
 from zero_jax.engine.config import Config
+from zero_jax.engine.optimizer import ZeroTransform
 from zero_jax.engine.step import TrainStep
 from zero_jax.offload import tiers
 from zero_jax.sharding import layout
@@ -103,7 +103,7 @@ def _trained(model: Callable[[PyTree, jax.Array], jax.Array], settings: Config) 
     """Returns parameters and moments after a few steps of clipped AdamW."""
     mesh, offload = settings.mesh, settings.offload
     plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-    tx = optimizer.partition(plain, settings)
+    tx = ZeroTransform(plain, settings)
     shapes = {"layers": (_LAYERS, _WIDTH, _WIDTH), "out": (_WIDTH, 3), "bias": (_WIDTH,)}
     keys = jax.random.split(jax.random.key(0), len(shapes))
     named = zip(shapes.items(), keys, strict=True)

@@ -60,17 +60,26 @@ class ZeroState(NamedTuple):
 
 
 class ZeroTransform(optax.GradientTransformationExtraArgs):
-    """The partitioned transformation of `Zero.optimizer`: `init` and `update` as in optax.
+    """Wraps a transformation so that its state is initialised, stored and updated in shards.
+
+    `init` and `update` are as in optax, for sharded parameters. With `skip_nonfinite`, a step whose
+    gradients are not finite changes only the counters of skipped steps and the loss scale.
 
     Attributes:
-      plain: The wrapped transformation.
-      config: Settings that it was wrapped for.
+      plain: The wrapped transformation, any of optax.
+      config: Settings that it was wrapped for, as for `Zero`.
+
+    Raises:
+      ValueError: `plain` is no transformation, or wrapped already.
     """
 
     plain: optax.GradientTransformation
     config: Config
 
     def __new__(cls, plain: optax.GradientTransformation, config: Config) -> Self:
+        _check_transformation(plain, "optax.adamw(1e-3)")
+        if isinstance(plain, ZeroTransform):
+            raise ValueError("`tx` is wrapped already: pass the plain optax transformation")
         # Elements of the tuple, by which `optax.chain` reads a transformation.
         self: Self = super().__new__(
             cls, lambda *args: self.init(*args), lambda *args, **extra: self.update(*args, **extra)
@@ -244,29 +253,23 @@ class ZeroTransform(optax.GradientTransformationExtraArgs):
         self, trees: Trees, finite: jax.Array | bool, extra: dict[str, PyTree], apply: bool
     ) -> tuple[PyTree, PyTree]:
         """Returns (updates, state) from full arrays, or with `apply` (parameters, state)."""
-        grads, state, params = layout.unpad(trees)
-        updates, new = self._updated((grads, state, params), layout.unpad(extra))
-        check_updates(grads, updates)
-        settle = functools.partial(unless_skipped, finite)
-        updates, new = jax.tree.map(settle, updates), jax.tree.map(settle, new, state)
-        like = grads if params is None else params
-        rest = layout.constrained(new, self._state_cuts(new, like), self.config.mesh)
-        updates = layout.constrained(updates, self.splitter(like), self.config.mesh)
-        return optax.apply_updates(trees[2], updates) if apply else updates, rest
-
-    def _updated(self, trees: Trees, extra: dict[str, PyTree]) -> tuple[PyTree, PyTree]:
-        """Returns the transformation's own update of full trees."""
 
         def update(
             grads: PyTree, state: PyTree, params: PyTree, extra: PyTree
         ) -> tuple[PyTree, PyTree]:
             return self.inner.update(grads, state, params, **extra)
 
-        grads, state, params = trees
-        cuts = self.splitter(grads if params is None else params)
-        states = state_partitions(state, grads if params is None else params, cuts)
-        known = [*cuts, *states, *(cuts if params is not None else ())]
-        return matrix_updates.run(update, (*trees, extra), known, self.config.mesh)
+        grads, state, params, extra = full = layout.unpad((*trees, extra))
+        like = grads if params is None else params
+        cuts = self.splitter(like)
+        known = [*cuts, *state_partitions(state, like, cuts), *(cuts if params is not None else ())]
+        updates, new = matrix_updates.run(update, full, known, self.config.mesh)
+        check_updates(grads, updates)
+        settle = functools.partial(unless_skipped, finite)
+        updates, new = jax.tree.map(settle, updates), jax.tree.map(settle, new, state)
+        rest = layout.constrained(new, self._state_cuts(new, like), self.config.mesh)
+        updates = layout.constrained(updates, cuts, self.config.mesh)
+        return optax.apply_updates(trees[2], updates) if apply else updates, rest
 
     def _pieces(
         self, trees: Trees, finite: jax.Array | bool, extra: dict[str, PyTree], apply: bool
@@ -284,23 +287,6 @@ class ZeroTransform(optax.GradientTransformationExtraArgs):
             apply=apply,
             piece_bytes=self.config.offload.piece_bytes,
         )
-
-
-def partition(tx: optax.GradientTransformation, config: Config) -> ZeroTransform:
-    """Wraps a transformation so that its state is initialised, stored and updated in shards.
-
-    Args:
-      tx: Any optax transformation.
-      config: Mesh, partition, precision, frozen leaves, offload and state dtype, as for `Zero`.
-
-    Returns:
-      A transformation over sharded parameters. With `skip_nonfinite`, a step whose gradients are
-      not finite changes only the counters of skipped steps and the loss scale.
-    """
-    _check_transformation(tx, "optax.adamw(1e-3)")
-    if isinstance(tx, ZeroTransform):
-        raise ValueError("`tx` is wrapped already: pass the plain optax transformation")
-    return ZeroTransform(tx, config)
 
 
 def _check_transformation(tx: object, example: str) -> None:

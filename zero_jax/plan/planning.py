@@ -21,7 +21,7 @@ from zero_jax.engine import parameters
 from zero_jax.engine.config import Config
 from zero_jax.engine.grads import LossFn
 from zero_jax.engine.lifetimes import Leaf
-from zero_jax.engine.optimizer import partition
+from zero_jax.engine.optimizer import ZeroTransform
 from zero_jax.engine.step import TrainStep
 from zero_jax.hlo import aot
 from zero_jax.hlo.targets import Target
@@ -93,7 +93,7 @@ def of(
     if aim is not None:
         aot.check(aim, config.mesh.size, topology)
     proof.check(latencies, aim)
-    wrapped = partition(tx, config)
+    wrapped = ZeroTransform(tx, config)
     step = TrainStep(config, loss_fn, wrapped, has_aux=has_aux)
     # Sharded as these settings say, for parameters of any mesh and stage.
     full = jax.eval_shape(layout.unpad, params)
