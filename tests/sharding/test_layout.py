@@ -10,7 +10,8 @@ import pytest
 
 import zero_jax
 from zero_jax.sharding import layout, mesh
-from zero_jax.sharding.partition import Partitioner, partition, state_partitions
+from zero_jax.sharding import partition as partitions
+from zero_jax.sharding.partition import Partition, Partitioner, partition, with_dim
 
 SHAPES = [(), (0,), (0, 4), (1,), (3,), (13,), (8,), (10, 7), (7, 13), (3, 3, 5, 7), (4096, 3)]
 # The first dim that N divides; the least padding (7 -> 8 wastes 1/7, 10 -> 12 wastes 1/5); a dim
@@ -30,7 +31,7 @@ def test_parts_of_a_shard_are_ordered_by_data_and_then_by_replica():
     cut = partition((10, 7), 3, parts=2)
     assert cut.stored_spec == jax.P(("data", "replica"))
     assert (cut.shard_size, cut.stored_shape, cut.device_shape) == (4, (12, 7), (2, 7))
-    cut = partition((2, 64), 1, model=-1, model_shards=4)  # no data axis: `model` takes a bias
+    cut = with_dim(Partition((2, 64), None, 1, model=-1, model_shards=4))  # no data axis
     assert (cut.dim, cut.model, cut.device_shape) == (None, -1, (2, 16))
 
 
@@ -49,7 +50,7 @@ def test_padding_and_stripping_are_inverse(n):
     whole = sum(4 * math.prod(cut.shape) for cut in cuts if cut.dim is None)
     leaves = jax.tree.leaves(tree)
     assert layout.bytes_per_device(cuts, leaves) == per_device + whole
-    half = partition((8, 6), 4, model=-1, model_shards=2)
+    half = with_dim(Partition((8, 6), None, 4, model=-1, model_shards=2))
     assert layout.bytes_per_device([half], [jnp.zeros((8, 6))]) == 4 * 8 * 6 // (4 * 2)
 
 
@@ -57,7 +58,7 @@ def test_state_that_mirrors_a_parameter_is_sharded_like_it():
     params = {"blocks": {"w": jnp.zeros((8, 16, 4)), "b": jnp.zeros((8, 4))}}
     cuts = Partitioner(4)(params)
     rows = {"blocks": {"w": jnp.zeros((8, 16))}}  # a parameter's path, but another shape
-    got = state_partitions(({"mu": params, "count": jnp.zeros(())}, rows), params, cuts)
+    got = partitions.state_partitions(({"mu": params, "count": jnp.zeros(())}, rows), params, cuts)
     assert got[0].dim is None
     assert got[1:3] == cuts
     assert (got[3].shape, got[3].dim) == ((8, 16), -2)

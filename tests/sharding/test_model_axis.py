@@ -225,7 +225,7 @@ REFUSALS = [
     ("param_specs`='nothing'", of_gpt(4, param_specs={"nothing": P("model")})),
     # Also without a model axis.
     ("'modle'", of_gpt(1, param_specs={"wte": P("modle")})),
-    (r"w \(6, 8, 5\).*\[1\]", lambda: FIVE.dims({"w": jnp.zeros((6, 8, 5))})),
+    (r"w \(6, 8, 5\).*\[1\]", lambda: Partitioner(1, FIVE)({"w": jnp.zeros((6, 8, 5))})),
     ("param_specs", two(SMALL)),
     ("param_specs", two(SMALL, stage=2, param_specs={"^b$": P("model")})),
     ("sequence_parallel|model", lambda: zero_on({"data": 2}, sequence_parallel=True)),

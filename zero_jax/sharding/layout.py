@@ -6,7 +6,6 @@ optimizer, norms and checkpoints use unpadded shapes. See partition.py for the c
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from jax.sharding import NamedSharding
 from zero_jax.releases import CRASHES_ON_EMPTY
 from zero_jax.sharding import paths
 from zero_jax.sharding.mesh import AnyMesh
-from zero_jax.sharding.partition import Partition, partition
+from zero_jax.sharding.partition import Partition
 from zero_jax.sharding.paths import Padded, PyTree
 
 
@@ -65,11 +64,11 @@ def unpad(tree: PyTree) -> PyTree:
     (7, 4)
     """
 
-    def one(node: Any) -> Any:
+    def one(node: PyTree) -> PyTree:
+        if not _is_padded(node):
+            return node
         # The gradient of a frozen leaf is a scalar, whatever the leaf's shape.
-        if not _is_padded(node) or node.value.ndim == 0:
-            return node.value if _is_padded(node) else node
-        return strip_dim(node.value, node.dim, node.size)
+        return strip_dim(node.value, node.dim, node.size) if node.value.ndim else node.value
 
     return jax.tree.map(one, tree, is_leaf=_is_padded)
 
@@ -81,7 +80,7 @@ def pad(tree: PyTree, partitions: Sequence[Partition]) -> PyTree:
     return jax.tree.unflatten(treedef, padded)
 
 
-def _pad_leaf(leaf: Any, cut: Partition) -> Any:
+def _pad_leaf(leaf: jax.Array, cut: Partition) -> jax.Array | Padded:
     if not cut.padded:
         return leaf
     assert cut.dim is not None
@@ -95,7 +94,7 @@ def constrained(tree: PyTree, partitions: Sequence[Partition], mesh: AnyMesh) ->
     The update of a frozen leaf is a scalar, whatever the leaf's shape, and is replicated.
     """
     pairs = zip(partitions, jax.tree.leaves(tree), strict=True)
-    placed = [cut if cut.shape == x.shape else partition(x.shape, 1) for cut, x in pairs]
+    placed = [cut if cut.shape == x.shape else Partition(x.shape, None, 1) for cut, x in pairs]
     padded = pad(tree, partitions)
     return jax.lax.with_sharding_constraint(padded, shardings(padded, placed, mesh))
 
@@ -114,7 +113,9 @@ def with_shardings(abstract: PyTree, placed: PyTree) -> PyTree:
     )
 
 
-def bytes_per_device(partitions: Sequence[Partition], leaves: Sequence[Any]) -> int:
+def bytes_per_device(
+    partitions: Sequence[Partition], leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]
+) -> int:
     """Returns the stored bytes of one device, padding included."""
     pairs = zip(partitions, leaves, strict=True)
     return sum(math.prod(p.device_shape) * np.dtype(x.dtype).itemsize for p, x in pairs)
@@ -128,19 +129,20 @@ def check_bytes(tree: PyTree, partitions: Sequence[Partition]) -> None:
     """
     for (name, leaf), cut in zip(paths.named_leaves(tree), partitions, strict=True):
         for piece in leaf.addressable_shards:
-            if piece.data.shape != cut.device_shape:
-                if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-                    raise ValueError(
-                        f"{name} cannot be sharded under jax.disable_jit(), because `jit` places "
-                        "the shards. Remove the setting (jax_disable_jit), or use stage=0; "
-                        "jax.debug.print shows values within a loss"
-                    )
-                devices = cut.shards * cut.parts * cut.model_shards
+            if piece.data.shape == cut.device_shape:
+                continue
+            if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
                 raise ValueError(
-                    f"{name} holds {piece.data.shape} on {piece.device}, but the layout says "
-                    f"{cut.device_shape} ({leaf.shape} over {devices} devices): it is not "
-                    "partitioned. Make it with zero.init or zero.shard"
+                    f"{name} cannot be sharded under jax.disable_jit(), because `jit` places the "
+                    "shards. Remove the setting (jax_disable_jit), or use stage=0; "
+                    "jax.debug.print shows values within a loss"
                 )
+            devices = cut.shards * cut.parts * cut.model_shards
+            raise ValueError(
+                f"{name} holds {piece.data.shape} on {piece.device}, but the layout says "
+                f"{cut.device_shape} ({leaf.shape} over {devices} devices): it is not "
+                "partitioned. Make it with zero.init or zero.shard"
+            )
 
 
 # Of NNX, variables that no optimizer trains.
@@ -185,31 +187,33 @@ def check_leaves(tree: PyTree, devices: int, frozen: Sequence[bool]) -> None:
     if not leaves:
         raise ValueError("the parameters have no arrays: return a tree of arrays")
     for (name, leaf), still in zip(leaves, frozen, strict=True):
-        if not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == jnp.bool_):
-            raise ValueError(
-                f"parameter {name!r} has dtype {leaf.dtype}: parameters are numeric arrays. Keep "
-                "PRNG keys and other state out of them (nnx.split(model, nnx.Param, ...)) and pass "
-                "those as extra arguments of the loss"
-            )
         if leaf.size == 0 and devices > 1 and jax.lib.__version__ == CRASHES_ON_EMPTY:
             raise ValueError(
                 f"parameter {name!r} has shape {leaf.shape}, but jaxlib {CRASHES_ON_EMPTY} "
                 "crashes on empty arrays on several devices: install another jaxlib, or leave "
                 "such leaves out"
             )
-        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-            raise ValueError(
-                f"parameter {name!r} has dtype {leaf.dtype}, but parameters are real. Store its "
-                "real and imaginary parts as two float32 arrays, and join them in the loss "
-                "(jax.lax.complex)"
-            )
-        if leaf.dtype == jnp.float64:
-            raise ValueError(
-                f"parameter {name!r} has dtype {leaf.dtype}, but parameters are stored in fp32: "
-                "convert it to float32"
-            )
-        if not still and jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 2:
-            raise ValueError(
-                f"parameter {name!r} has dtype {leaf.dtype}, but trained parameters are stored in "
-                f"fp32: convert it with x.astype(jnp.float32), or freeze it with `frozen`={name!r}"
-            )
+        if advice := _advice(leaf.dtype, still, name):
+            raise ValueError(f"parameter {name!r} has dtype {leaf.dtype}: {advice}")
+
+
+def _advice(dtype: jnp.dtype, frozen: bool, name: str) -> str | None:
+    """Returns the reason why a dtype is not supported, and a way out."""
+    if not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
+        return (
+            "parameters are numeric arrays. Keep PRNG keys and other state out of them "
+            "(nnx.split(model, nnx.Param, ...)) and pass those as extra arguments of the loss"
+        )
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return (
+            "parameters are real. Store its real and imaginary parts as two float32 arrays, and "
+            "join them in the loss (jax.lax.complex)"
+        )
+    if dtype == jnp.float64:
+        return "parameters are stored in fp32. Convert it to float32"
+    if not frozen and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 2:
+        return (
+            "trained parameters are stored in fp32. Convert it with x.astype(jnp.float32), or "
+            f"freeze it with `frozen`={name!r}"
+        )
+    return None

@@ -70,12 +70,7 @@ def abstract_mesh(
 ) -> AbstractMesh:
     """Returns a mesh without devices, for planning and ahead-of-time compilation.
 
-    Args:
-      data: Size of the axis that parameters are partitioned over.
-      replica: Number of copies of the partitioned state.
-      experts: Number of expert-parallel groups.
-      model: Size of the tensor-parallel axis.
-      data_axis: Another name for `data`.
+    The arguments are those of `make_mesh`.
 
     Raises:
       ValueError: A size is below 1.

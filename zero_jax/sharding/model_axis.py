@@ -16,7 +16,7 @@ Source: ZeRO (arXiv:1910.02054), section 1; Megatron-LM (arXiv:1909.08053), sect
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import jax
 from flax import linen as nn
@@ -40,6 +40,42 @@ _NAMES = ("out_sharding", "sharding_names", "sharding")
 _RULES_OF_TRACE = jax.make_user_context(())
 
 
+class LeafDims(NamedTuple):
+    """A leaf, and the names that the model gives to its dims.
+
+    Attributes:
+      path: Its path.
+      shape: Its full shape.
+      names: The name of each dim, or None; () without names.
+      stacked: True if the model names the dims of one layer, and dim 0 stacks layers.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    names: tuple[str | None, ...] = ()
+    stacked: bool = False
+
+
+def named_dims(tree: PyTree, named: bool) -> list[LeafDims]:
+    """Returns the leaves of a full tree of arrays or ShapeDtypeStructs, if `named` with names."""
+    kinds = (nnx.Variable, meta.AxisMetadata) if named else ()
+    dims: list[tuple[str | None, ...]] = []
+    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds)):
+        given: Sequence[str | None] = ()
+        if isinstance(node, nnx.Variable):
+            metadata = node.get_metadata()
+            given = next((metadata[key] for key in _NAMES if metadata.get(key)), ())
+        elif isinstance(node, meta.AxisMetadata):
+            given = getattr(node, "names", ())
+        dims += [tuple(given)] * len(jax.tree.leaves(node))
+    result = []
+    for (path, leaf), names in zip(paths.named_leaves(tree), dims, strict=True):
+        shape = tuple(leaf.shape)
+        stacked = 0 < len(names) == len(shape) - 1
+        result.append(LeafDims(path, shape, (None, *names) if stacked else names, stacked))
+    return result
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelAxis:
     """How leaves are split over `model`.
@@ -54,45 +90,32 @@ class ModelAxis:
     specs: Specs | None = None
     rules: Rules = ()
 
-    def dims(self, tree: PyTree) -> list[int | None]:
+    def dims(self, leaves: Sequence[LeafDims]) -> list[int | None]:
         """Returns the dim of each leaf that is split over `model`, counted from the end, or None.
-
-        Args:
-          tree: A tree of full arrays or ShapeDtypeStructs.
 
         Raises:
           ValueError: A spec names another axis, more dims than there are, or a dim that MP does
             not divide.
         """
-        leaves = paths.named_leaves(tree)
-        if self.size == 1 and self.specs is None:
-            return [None] * len(leaves)
-        named = zip(leaves, self._specs(tree, [name for name, _ in leaves]), strict=True)
+        specs: list[Sequence[object]] = [()] * len(leaves)
+        if self.specs is None and self.size > 1:
+            specs = [tuple(map(self.axis_of, leaf.names)) for leaf in leaves]
+        for pattern, spec in self.specs or ():
+            hits = paths.matches(pattern, [leaf.path for leaf in leaves], "param_specs")
+            specs = [tuple(spec) if hit else old for hit, old in zip(hits, specs, strict=True)]
         # Specs are checked without a model axis too: a mistake shows before the run on a cluster.
-        dims = [self._dim(name, tuple(leaf.shape), spec) for (name, leaf), spec in named]
+        dims = list(map(self._dim, leaves, specs))
         return dims if self.size > 1 else [None] * len(leaves)
-
-    def stacks(self, tree: PyTree) -> list[bool]:
-        """Returns True for each leaf whose names are those of one layer: dim 0 stacks layers."""
-        leaves = jax.tree.leaves(tree)
-        if self.size == 1:
-            return [False] * len(leaves)
-        names = zip(leaves, names_of_dims(tree), strict=True)
-        return [0 < len(given) == len(x.shape) - 1 for x, given in names]
 
     def check_split(self, dims: Sequence[int | None]) -> None:
         """Raises ValueError if no leaf is sharded over the model axis."""
         if self.size > 1 and dims and all(dim is None for dim in dims):
-            if self.specs is not None:
-                raise ValueError(
-                    f"`param_specs`={dict(self.specs)} shard no parameter over the model axis of "
-                    f"{self.size}. Name {MODEL!r} for a dim of a matrix (dims with few elements "
-                    "are sharded over data instead), or use a mesh with model=1"
-                )
+            specs = "" if self.specs is None else f" by `param_specs`={dict(self.specs)}"
             raise ValueError(
-                f"`mesh` has a model axis of {self.size}, but no parameter is sharded over it, so "
-                "each device would store and compute all of them. Pass `param_specs`={'pattern of "
-                "paths': PartitionSpec(None, 'model')}, name the dims in the model "
+                f"`mesh` has a model axis of {self.size}, but no parameter is sharded over it"
+                f"{specs}, so each device would store and compute all of them. Pass `param_specs`="
+                "{'pattern of paths': PartitionSpec(None, 'model')} for matrices (dims with few "
+                "elements are sharded over data instead), name the dims in the model "
                 "(nnx.with_partitioning), or use a mesh with model=1"
             )
 
@@ -101,28 +124,16 @@ class ModelAxis:
         axes: dict[str | None, str | None] = dict(reversed(self.rules))
         return MODEL if axes.get(name, name) == MODEL else None
 
-    def _specs(self, tree: PyTree, names: list[str]) -> list[Sequence[object]]:
-        """Returns the mesh axis of each dim of a leaf, as far as they are given."""
-        if self.specs is None:
-            return [tuple(map(self.axis_of, given)) for given in names_of_dims(tree)]
-        found: list[Sequence[object]] = [()] * len(names)
-        for pattern, spec in self.specs:
-            hits = paths.matches(pattern, names, "param_specs")
-            found = [tuple(spec) if hit else old for hit, old in zip(hits, found, strict=True)]
-        return found
-
-    def _dim(self, name: str, shape: tuple[int, ...], spec: Sequence[object]) -> int | None:
+    def _dim(self, leaf: LeafDims, spec: Sequence[object]) -> int | None:
         split = [d for d, axis in enumerate(spec) if axis is not None]
         if not split:
             return None
-        # A layer names its own dims, and stacking it puts one before them.
-        shift = 1 if self.specs is None and len(spec) == len(shape) - 1 else 0
-        dim, axis = split[0] + shift, spec[split[0]]
-        where = f"{name} {shape} has the spec {PartitionSpec(*spec)}"
-        if axis != MODEL:
+        dim, shape = split[0], leaf.shape
+        where = f"{leaf.path} {shape} has the spec {PartitionSpec(*spec)}"
+        if spec[dim] != MODEL:
             raise ValueError(
-                f"{where}: only {MODEL!r} can be named, not {axis!r}, because the data axis takes "
-                f"a dim by itself. Write PartitionSpec(..., {MODEL!r})"
+                f"{where}: only {MODEL!r} can be named, not {spec[dim]!r}, because the data axis "
+                f"takes a dim by itself. Write PartitionSpec(..., {MODEL!r})"
             )
         if len(split) > 1 or dim >= len(shape):
             raise ValueError(f"{where}: name {MODEL!r} for one of its {len(shape)} dims")
@@ -136,9 +147,7 @@ class ModelAxis:
         return dim - len(shape)
 
 
-def check_specs(
-    given: Mapping[str, PartitionSpec] | Specs,
-) -> Specs:
+def check_specs(given: Mapping[str, PartitionSpec] | Specs) -> Specs:
     """Returns the specs as pairs of a pattern and a PartitionSpec.
 
     Raises:
@@ -154,7 +163,7 @@ def check_specs(
     return specs
 
 
-def check_rules(given: Mapping[str, object] | Iterable[Sequence[Any]]) -> Rules:
+def check_rules(given: Mapping[str, object] | Iterable[Sequence[object]]) -> Rules:
     """Returns the rules as pairs of a dim's name and `model` or None.
 
     The step is manual over the other axes (a batch over `data`), so they become None.
@@ -203,21 +212,6 @@ def _kernels_without_names(
         return call(*args, **kwargs)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         return call(*args, **kwargs)
-
-
-def names_of_dims(tree: PyTree) -> list[tuple[str | None, ...]]:
-    """Returns the names in the model of each leaf's dims; () for a leaf without."""
-    kinds = (nnx.Variable, meta.AxisMetadata)
-    found: list[tuple[str | None, ...]] = []
-    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds)):
-        given: Sequence[str | None] = ()
-        if isinstance(node, nnx.Variable):
-            metadata = node.get_metadata()
-            given = next((metadata[key] for key in _NAMES if metadata.get(key)), ())
-        elif isinstance(node, meta.AxisMetadata):
-            given = getattr(node, "names", ())
-        found += [tuple(given)] * len(jax.tree.leaves(node))
-    return found
 
 
 def on_pieces(

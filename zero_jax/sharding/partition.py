@@ -21,9 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from zero_jax.sharding.expert_axis import expert_dims
 from zero_jax.sharding.mesh import DATA, EXPERTS, MODEL, REPLICA, Axis, names
-from zero_jax.sharding.model_axis import ModelAxis
+from zero_jax.sharding.model_axis import LeafDims, ModelAxis, named_dims
 from zero_jax.sharding.paths import PyTree
 
 # When dim 0 may count layers: its maximum in a matrix, and how many times shorter than dim 1 it is
@@ -87,33 +86,30 @@ class Partition:
         """True if N does not divide the sharded dim."""
         return self.shard_size * self.shards != self.size
 
-    def _with_size(self, size: int) -> tuple[int, ...]:
-        if self.dim is None:
-            return self.shape
-        at = self.dim % len(self.shape)
-        return (*self.shape[:at], size, *self.shape[at + 1 :])
-
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """Global stored shape, padding included."""
-        return self._with_size(self.shard_size * self.shards)
+        return self._shape(self.shard_size * self.shards)
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
         """Shape of one of N shards, as in `shard_map` over `data`."""
-        shape = list(self._with_size(self.shard_size))
-        if self.experts is not None:
-            shape[self.experts] //= self.expert_shards
-        return tuple(shape)
+        return self._shape(self.shard_size, (self.experts, self.expert_shards))
 
     @property
     def device_shape(self) -> tuple[int, ...]:
         """Shape that one device stores: the shard, split over `replica` and `model`."""
-        shape = list(self.shard_shape)
+        experts, model = (self.experts, self.expert_shards), (self.model, self.model_shards)
+        return self._shape(self.shard_size // self.parts, experts, model)
+
+    def _shape(self, size: int, *split: tuple[int | None, int]) -> tuple[int, ...]:
+        """Returns the shape with that size of the sharded dim, and other dims split in parts."""
+        shape = list(self.shape)
         if self.dim is not None:
-            shape[self.dim] //= self.parts
-        if self.model is not None:
-            shape[self.model] //= self.model_shards
+            shape[self.dim] = size
+        for dim, parts in split:
+            if dim is not None:
+                shape[dim] //= parts
         return tuple(shape)
 
     @property
@@ -134,35 +130,8 @@ class Partition:
         return PartitionSpec(*(axes.get(d - len(self.shape)) for d in range(last + 1)))
 
 
-def partition(
-    shape: Sequence[int],
-    shards: int,
-    *,
-    first: int = 0,
-    model: int | None = None,
-    model_shards: int = 1,
-    parts: int = 1,
-    axis: Axis = DATA,
-    experts: int | None = None,
-    expert_shards: int = 1,
-) -> Partition:
-    """Chooses the dim along which a leaf is sharded.
-
-    Args:
-      shape: The logical shape.
-      shards: N, the number of shards.
-      first: The first dim that may be sharded: 1 if the model's own names say that dim 0 stacks
-        layers.
-      model: The dim that is split over `model`, counted from the end; never sharded too. If the
-        other dims have fewer than N elements (a bias), `data` takes this dim and `model` none.
-      model_shards: MP.
-      parts: R, the number of parts that a stored shard is split into.
-      axis: The mesh axis, or axes, that shards are spread over.
-      experts: The dim that counts experts, counted from the end; never sharded either.
-      expert_shards: The number of groups of devices that experts are split over.
-
-    Returns:
-      The partition. `dim` is None if there are fewer than N·R elements to distribute.
+def partition(shape: Sequence[int], shards: int, *, parts: int = 1, axis: Axis = DATA) -> Partition:
+    """Returns the partition of a leaf of this shape; see `Partition` for the arguments.
 
     >>> partition((10, 8), 4).dim, partition((10, 7), 4).dim, partition((3,), 4).dim
     (-1, -1, None)
@@ -171,27 +140,42 @@ def partition(
     >>> partition((4096, 32, 128), 256).shard_shape
     (16, 32, 128)
     """
-    shape = tuple(shape)
-    pieces = shards * parts
-    dims = [d for d in range(first, len(shape)) if d - len(shape) != experts]
-    others = [d for d in dims if d - len(shape) != model]
+    return with_dim(Partition(tuple(shape), None, shards, parts=parts, axis=axis))
+
+
+def with_dim(cut: Partition, first: int = 0) -> Partition:
+    """Chooses the dim along which a leaf is sharded.
+
+    Args:
+      cut: The partition, with `dim` None. The dims `model` and `experts` are not sharded too. But
+        if the others have fewer than N elements (a bias), `data` takes the dim of `model`.
+      first: The first dim that may be sharded: 1 if the model's own names say that dim 0 stacks
+        layers.
+
+    Returns:
+      The partition. `dim` is None if there are fewer than N·R elements to distribute.
+    """
+    shape, pieces = cut.shape, cut.shards * cut.parts
+    dims = [d for d in range(first - len(shape), 0) if d != cut.experts]
+    others = [d for d in dims if d != cut.model]
     if math.prod(shape[d] for d in others) >= pieces:
         dims = others
     else:
-        model = None
-    rest = (shards, False, model, model_shards, parts, axis, experts, expert_shards)
+        cut = dataclasses.replace(cut, model=None)
     if pieces == 1 or math.prod(shape[d] for d in dims) < pieces:
-        return Partition(shape, None, *rest)
+        return cut
 
     def waste(d: int) -> float:
         return -(-shape[d] // pieces) * pieces / max(shape[d], 1)
 
-    inner = [d for d in dims if d > 0]
-    if 0 in dims and inner and _may_stack(shape) and min(map(waste, inner)) < _WASTE * waste(0):
+    layers = -len(shape)  # dim 0
+    inner = [d for d in dims if d != layers]
+    may_stack = layers in dims and inner and _may_stack(shape)
+    if may_stack and min(map(waste, inner)) < _WASTE * waste(layers):
         dims = inner
     exact = [d for d in dims if shape[d] % pieces == 0]
     dim = exact[0] if exact else min(dims, key=waste)
-    return Partition(shape, dim - len(shape), *rest)
+    return dataclasses.replace(cut, dim=dim)
 
 
 def _may_stack(shape: tuple[int, ...]) -> bool:
@@ -223,28 +207,60 @@ class Partitioner:
     experts: int = 1
 
     def __call__(self, tree: PyTree) -> list[Partition]:
-        leaves, models = jax.tree.leaves(tree), self.model.dims(tree)
-        experts = expert_dims(tree, self.experts, models)
+        leaves = named_dims(tree, named=self.experts > 1 or self.model.size > 1)
         result = []
-        for x, model, dim, stack in zip(
-            leaves, models, experts, self.model.stacks(tree), strict=True
-        ):
-            groups = 1 if dim is None else self.experts
-            result.append(
-                partition(
-                    x.shape,
-                    max(1, self.shards // groups),
-                    first=int(stack),
-                    model=model,
-                    model_shards=self.model.size,
-                    parts=self.parts,
-                    axis=self.axis if dim is None else names(self.axis)[-1],
-                    experts=dim,
-                    expert_shards=groups,
-                )
+        for leaf, model in zip(leaves, self.model.dims(leaves), strict=True):
+            experts = self._expert_dim(leaf, model)
+            groups = 1 if experts is None else self.experts
+            cut = Partition(
+                leaf.shape,
+                None,
+                max(1, self.shards // groups),
+                model=model,
+                model_shards=self.model.size,
+                parts=self.parts,
+                axis=self.axis if experts is None else names(self.axis)[-1],
+                experts=experts,
+                expert_shards=groups,
             )
-        self.model.check_split([one.model for one in result])
+            result.append(with_dim(cut, first=int(leaf.stacked and self.model.size > 1)))
+        if self.experts > 1 and leaves and all(cut.experts is None for cut in result):
+            raise ValueError(
+                f"`mesh` has an experts axis of {self.experts}, but no parameter has a dim named "
+                "'experts'. Name the dims in the model, nnx.with_partitioning(init, ('experts', "
+                "None, None)), or use a mesh with experts=1"
+            )
+        self.model.check_split([cut.model for cut in result])
         return result
+
+    def _expert_dim(self, leaf: LeafDims, model: int | None) -> int | None:
+        """Returns the dim named "experts", counted from the end, or None.
+
+        Raises:
+          ValueError: The groups of devices do not divide it, or it is sharded over `model`.
+        """
+        if self.experts == 1 or EXPERTS not in leaf.names:
+            return None
+        where = f"{leaf.path} {leaf.shape}"
+        if len(leaf.names) != len(leaf.shape):
+            raise ValueError(
+                f"{where} has names for {len(leaf.names)} dims, {leaf.names}, and 'experts' is one "
+                "of them: give each dim a name or None"
+            )
+        dim = leaf.names.index(EXPERTS) - len(leaf.names)
+        experts = leaf.shape[dim]
+        if experts % self.experts:
+            fit = [str(n) for n in range(2, experts + 1) if experts % n == 0]
+            raise ValueError(
+                f"{where} has {experts} experts, which an experts axis of {self.experts} does not "
+                f"divide: make the mesh with experts={' or '.join(fit)}"
+            )
+        if dim == model:
+            raise ValueError(
+                f"{where} has one dim for both the experts and the model axis: name two dims, or "
+                "use a mesh without one of these axes"
+            )
+        return dim
 
 
 def mirrors(state: Sequence[Partition], params: Sequence[Partition]) -> list[int | None]:
@@ -273,7 +289,7 @@ def state_partitions(
         if mirrored is not None and mirrored.shape == tuple(leaf.shape):
             result.append(mirrored)
         elif jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            result.append(partition(leaf.shape, 1))
+            result.append(Partition(leaf.shape, None, 1))
         else:
             result.append(partition(leaf.shape, like.shards, parts=like.parts, axis=like.axis))
     return result

@@ -5,6 +5,9 @@ the boxes of linen's own metadata.
 """
 
 import dataclasses
+import functools
+import itertools
+import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -16,6 +19,7 @@ from flax import nnx
 from flax.core import meta
 
 PyTree = Any
+_Path = tuple[object, ...]
 Frozen = str | Callable[[str], bool] | None  # a pattern or a predicate of paths
 
 
@@ -30,7 +34,7 @@ class Padded:
       size: Its size without padding.
     """
 
-    value: Any
+    value: PyTree
     dim: int = dataclasses.field(metadata={"static": True})
     size: int = dataclasses.field(metadata={"static": True})
 
@@ -59,10 +63,9 @@ class Padded:
     __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = _refused
 
     def _said(self) -> str:
-        at_rest = tuple(self.value.shape)
         return (
-            f"a sharded parameter of shape {self.shape}, padded to {at_rest} so that all devices "
-            "store equal parts: zero_jax.unpad(tree) removes the padding, and "
+            f"a sharded parameter of shape {self.shape}, padded to {tuple(self.value.shape)} so "
+            "that all devices store equal parts: zero_jax.unpad(tree) removes the padding, and "
             "zero.unshard(params) makes full arrays. A loss gets full parameters"
         )
 
@@ -71,7 +74,7 @@ def _is_wrapper(node: object) -> bool:
     return isinstance(node, (Padded, nnx.Variable, meta.AxisMetadata))
 
 
-def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
+def named_leaves(tree: PyTree) -> list[tuple[str, PyTree]]:
     """Returns (path, leaf) of every leaf, in tree order; patterns match these paths.
 
     Nodes that wrap a single array (`Padded`, NNX variables, linen boxes) are not part of a path.
@@ -82,16 +85,14 @@ def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     ]
 
 
-def _unwrapped(tree: PyTree, prefix: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def _unwrapped(tree: PyTree, prefix: _Path) -> Iterator[tuple[_Path, PyTree]]:
     for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_wrapper)[0]:
         path = (*prefix, *path)
         if not _is_wrapper(node):
             yield path, node
             continue
-
-        def is_child(x: Any, top: Any = node) -> bool:
-            return x is not top
-
+        # One level: every child of the node is a leaf.
+        is_child = functools.partial(operator.is_not, node)
         inside = jax.tree_util.tree_flatten_with_path(node, is_leaf=is_child)[0]
         for key, child in inside:
             yield from _unwrapped(child, path if len(inside) == 1 else (*path, *key))
@@ -113,7 +114,6 @@ def matches(pattern: str, names: Sequence[str], what: str) -> list[bool]:
 
 def frozen_leaves(tree: PyTree, frozen: Frozen) -> list[bool]:
     """Returns True for each leaf that is not trained: its path matches, or it is not a float."""
-
     names = [name for name, _ in named_leaves(tree)]
     if isinstance(frozen, str):
         matched = matches(frozen, names, "frozen")
@@ -130,7 +130,7 @@ def trained_part(tree: PyTree, frozen: Frozen) -> float:
     >>> trained_part({"base": jnp.ones(3), "lora": jnp.ones(1)}, "base")
     0.25
     """
-    sizes = [x.size for x in jax.tree.leaves(tree)]
-    still = frozen_leaves(tree, frozen)
-    trained = sum(size for size, hit in zip(sizes, still, strict=True) if not hit)
-    return trained / sum(sizes) if sum(sizes) else 1.0
+    leaves = jax.tree.leaves(tree)
+    total = sum(x.size for x in leaves)
+    trained = itertools.compress(leaves, map(operator.not_, frozen_leaves(tree, frozen)))
+    return sum(x.size for x in trained) / total if total else 1.0
