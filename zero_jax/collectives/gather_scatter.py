@@ -25,6 +25,7 @@ from zero_jax.sharding.model_axis import on_pieces
 from zero_jax.sharding.partition import Partition
 
 Optional = jax.Array | None
+_One = tuple[jax.Array]
 Function = Callable[[jax.Array], jax.Array]
 Collective = Callable[[jax.Array, Axis, int, int | None], jax.Array]  # over an axis, along a dim
 
@@ -78,9 +79,8 @@ def reduce_scatter(full: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
     collective: Collective = buckets.psum_scatter
     bits = wire.scatter_bits if cut.dim is not None and _as_integers(cut) else None
     if bits:
-        collective = _as_if_exact(
-            functools.partial(quantised.psum_scatter, bits=bits), buckets.psum_scatter
-        )
+        rounded = functools.partial(quantised.psum_scatter, bits=bits)
+        collective = _as_if_exact(rounded, buckets.psum_scatter)
 
     def one(x: jax.Array) -> jax.Array:
         x = x if bits else x.astype(_sum_dtype(cut, wire))
@@ -99,10 +99,8 @@ def join(part: jax.Array, cut: Partition, wire: Wire, axis: Axis) -> jax.Array:
     if cut.dim is None or cut.parts == 1:
         return part
 
-    def layer(x: jax.Array) -> jax.Array:
-        return _along(buckets.all_gather, x, cut, axis, wire)
-
-    return _by_layer(layer, wire.cast(part), cut, wire)
+    gathered = functools.partial(_along, buckets.all_gather, cut=cut, axis=axis, wire=wire)
+    return _by_layer(gathered, wire.cast(part), cut, wire)
 
 
 def sum_parts(shard: jax.Array, cut: Partition, wire: Wire, axis: Axis) -> jax.Array:
@@ -118,18 +116,12 @@ def sum_parts(shard: jax.Array, cut: Partition, wire: Wire, axis: Axis) -> jax.A
 
 
 def _cut_for(axis: Axis, wire: Wire) -> Wire:
-    """Returns communication without buckets for one device.
-
-    XLA drops the sums there, but not the loops over pieces and their copies.
-    """
+    """Returns communication without buckets for one device, where XLA keeps their copies."""
     return wire if jax.lax.axis_size(axis) > 1 else dataclasses.replace(wire, bucket=None)
 
 
 def _as_integers(cut: Partition) -> bool:
-    """Returns whether a leaf is sent as integers if these are set.
-
-    Not for vectors, nor for rows so short that a scale takes more than the integers save.
-    """
+    """Returns False for vectors, and rows so short that a scale takes more than integers save."""
     return cut.layer_rank > 1 and cut.device_shape[-1] > quantised.TOO_SHORT
 
 
@@ -154,11 +146,7 @@ def _as_if_exact(rounded: Collective, exact: Collective) -> Collective:
 
     @wrapped.defjvp
     def tangent(
-        axis: Axis,
-        dim: int,
-        bucket: int | None,
-        primals: tuple[jax.Array],
-        tangents: tuple[jax.Array],
+        axis: Axis, dim: int, bucket: int | None, primals: _One, tangents: _One
     ) -> tuple[jax.Array, jax.Array]:
         out = wrapped(*primals, axis, dim, bucket)
         return out, exact(*tangents, axis, dim, bucket).astype(out.dtype)
@@ -171,20 +159,14 @@ def _along(
 ) -> jax.Array:
     """Runs a collective over `axis` along the sharded dim."""
     assert cut.dim is not None
-    dim = cut.dim % x.ndim
-
-    def piece(x: jax.Array) -> jax.Array:
-        return collective(x, axis, dim, wire.bucket)
-
-    return on_pieces(piece, x, cut.model, cut.model_shards)
+    dim, bucket = cut.dim % x.ndim, wire.bucket
+    return on_pieces(lambda x: collective(x, axis, dim, bucket), x, cut.model, cut.model_shards)
 
 
 def _summed(x: jax.Array, cut: Partition, axis: Axis, wire: Wire) -> jax.Array:
-    def piece(x: jax.Array) -> jax.Array:
-        return buckets.psum(x, axis, wire.bucket)
-
     def layer(x: jax.Array) -> jax.Array:
-        return on_pieces(piece, x, cut.model, cut.model_shards)
+        psum = functools.partial(buckets.psum, axis=axis, bucket_bytes=wire.bucket)
+        return on_pieces(psum, x, cut.model, cut.model_shards)
 
     return _by_layer(layer, x, cut, wire)  # for what the cast to fp32 made large
 
@@ -212,7 +194,7 @@ class _Slot:
 def touch(
     shard: jax.Array, copy: Optional, slot: Optional, cut: Partition, wire: Wire, sums: bool
 ) -> jax.Array:
-    """Returns the full leaf, differentiable with respect to the shard.
+    """Returns the full leaf in the compute dtype, differentiable with respect to the shard.
 
     Args:
       shard: This device's shard of the fp32 master parameter.
@@ -224,9 +206,6 @@ def touch(
       cut: Partition of the leaf.
       wire: Dtypes and bucket of the communication.
       sums: True to reduce its cotangent over devices at once, False to leave it local.
-
-    Returns:
-      The full leaf in the compute dtype.
     """
     return gather(shard, cut, wire) if copy is None else copy
 
@@ -256,10 +235,7 @@ touch.defvjp(_touch_fwd, _touch_bwd)
 def touch_gradients(
     gradient: jax.Array, slot: Optional, cut: Partition, wire: Wire, sums: bool
 ) -> tuple[Optional, Optional, Optional]:
-    """Returns the gradients of `touch` by its three arrays, from that of its result.
-
-    None stands for an array that has none.
-    """
+    """Returns the gradients of `touch` by its three arrays, or None, from that of its result."""
     return _touch_bwd(cut, wire, sums, None if slot is None else _Slot(slot.dtype), gradient)
 
 

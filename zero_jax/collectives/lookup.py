@@ -18,11 +18,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from zero_jax.collectives import buckets
-from zero_jax.collectives.gather_scatter import Wire
+from zero_jax.collectives.gather_scatter import Optional, Wire
 from zero_jax.sharding.layout import pad_dim
 from zero_jax.sharding.partition import Partition
 
-Slot = jax.Array | None
 # A table is looked up only if it has this many times more rows than a device reads.
 _FEW = 8
 
@@ -46,10 +45,12 @@ class Take:
 def pays(cut: Partition, read: int, wire: Wire) -> bool:
     """Returns whether a device reads so few rows of a leaf that it is looked up, not gathered.
 
+    Leaves are not looked up if matrices are sent as integers.
+
     Args:
       cut: Partition of the leaf.
       read: Number of rows that one device reads at once; 0 if it is not read by rows.
-      wire: Communication otherwise. Leaves are not looked up if matrices are sent as integers.
+      wire: Communication otherwise.
     """
     if not read or cut.dim is None or cut.shards == 1 or cut.model_shards > 1:
         return False
@@ -62,7 +63,7 @@ def pays(cut: Partition, read: int, wire: Wire) -> bool:
 
 @jax.named_scope("zero_lookup")
 def rows(
-    shard: jax.Array, slot: Slot, indices: jax.Array, take: Take, cut: Partition, wire: Wire
+    shard: jax.Array, slot: Optional, indices: jax.Array, take: Take, cut: Partition, wire: Wire
 ) -> jax.Array:
     """Returns the rows that this device reads, differentiable with respect to the shard.
 
@@ -84,14 +85,14 @@ def rows(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _rows(
-    take: Take, cut: Partition, wire: Wire, shard: jax.Array, slot: Slot, indices: jax.Array
+    take: Take, cut: Partition, wire: Wire, shard: jax.Array, slot: Optional, indices: jax.Array
 ) -> jax.Array:
     return _forward(take, cut, wire, shard, slot, indices)[0]
 
 
 def _forward(
-    take: Take, cut: Partition, wire: Wire, shard: jax.Array, slot: Slot, indices: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, Slot]]:
+    take: Take, cut: Partition, wire: Wire, shard: jax.Array, slot: Optional, indices: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, Optional]]:
     own = wire.cast(shard)
     asked = jax.lax.all_gather(indices, cut.axis, tiled=True)
     columns = own if cut.dim == -1 else _to_columns(own, cut, wire)[: cut.shape[0]]
@@ -100,8 +101,8 @@ def _forward(
 
 
 def _backward(
-    take: Take, cut: Partition, wire: Wire, kept: tuple[jax.Array, Slot], cotangent: jax.Array
-) -> tuple[jax.Array | None, jax.Array | None, None]:
+    take: Take, cut: Partition, wire: Wire, kept: tuple[jax.Array, Optional], cotangent: jax.Array
+) -> tuple[Optional, Optional, None]:
     asked, like = kept
     sent = _to_columns(cotangent.astype(wire.reduce), cut, wire)
     wide = jnp.promote_types(cotangent.dtype, jnp.float32)

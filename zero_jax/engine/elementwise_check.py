@@ -142,7 +142,7 @@ class _SideBySide(Walk[Atom]):
     def literal(self, atom: jex.Literal) -> Atom:
         return atom
 
-    def constant(self, var: jex.Var, value: ArrayLike) -> Atom:
+    def constant(self, atom: Atom, value: ArrayLike) -> Atom:
         other, shard = next(self._constants)
         if value is not shard and not np.array_equal(value, shard):
             raise _ShardDiffersError("it contains another constant on a shard")

@@ -16,10 +16,9 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
 from zero_jax.tracing.dataflow import EQUAL_RESULTS, Dim, Forward, index_dims, sharded_dims
-from zero_jax.tracing.jaxpr import LAYOUT, is_float, shape_of
+from zero_jax.tracing.jaxpr import LAYOUT, Atom, is_float, shape_of
 
 _SUM = (
     "the loss function {doubt} a sum over the rows of the batch (dim 0). Losses are averaged "
@@ -173,13 +172,7 @@ class _Rows(Forward[RowFact]):
     def unknown(self) -> RowFact:
         return RowFact(sure=False)
 
-    def literal(self, atom: jex.Literal) -> RowFact:
-        return self._of_number(atom.val)
-
-    def constant(self, var: jex.Var, value: ArrayLike) -> RowFact:
-        return self._of_number(value)
-
-    def _of_number(self, value: Any) -> RowFact:
+    def constant(self, atom: Atom, value: Any) -> RowFact:
         known = not isinstance(value, jax.core.Tracer) and jnp.ndim(value) == 0
         kind = jnp.result_type(value)
         real = jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)

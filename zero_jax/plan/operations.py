@@ -17,7 +17,7 @@ from zero_jax.sharding.mesh import MODEL
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.dataflow import Dim, sharded_dims
 from zero_jax.tracing.interpreter import Interpreter
-from zero_jax.tracing.jaxpr import AnyJaxpr, as_closed, shape_of
+from zero_jax.tracing.jaxpr import AnyJaxpr, Atom, as_closed, is_var, shape_of
 
 # Operations that write their result over their first operand.
 IN_PLACE = frozenset(
@@ -177,11 +177,8 @@ class _Recorder(Interpreter[Value | None]):
         on_host = getattr(var.aval, "memory_space", None) == jax.memory.Space.Host
         return Value(shape_of(var), jaxprs.bytes_of(var), split, self._parts, on_host)
 
-    def literal(self, atom: jex.Literal) -> None:
-        return None
-
-    def constant(self, var: jex.Var, value: Any) -> Value:
-        return self.value(var)
+    def constant(self, atom: Atom, value: object) -> Value | None:
+        return self.value(atom) if is_var(atom) else None
 
     def default(self, eqn: jex.JaxprEqn, values: Values) -> Values:
         outputs = self._outputs(eqn, values)

@@ -9,7 +9,6 @@ Source: ZeRO (arXiv:1910.02054), section 6.1.
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +19,10 @@ from zero_jax.sharding.mesh import MODEL
 from zero_jax.sharding.model_axis import over_model
 
 
-def can_move(aval: Any) -> bool:
-    """Returns True for a float array, False for a counter, key or scalar."""
-    return bool(aval.shape) and jnp.issubdtype(aval.dtype, jnp.floating)
+def can_move(aval: object) -> bool:
+    """Returns True for a float array, False for a counter, key, scalar or token."""
+    shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", bool)
+    return bool(shape) and jnp.issubdtype(dtype, jnp.floating)
 
 
 def put(x: jax.Array, place: Place) -> jax.Array:
@@ -35,13 +35,7 @@ def put(x: jax.Array, place: Place) -> jax.Array:
 
 
 def fetch(stored: jax.Array, place: Place, like: jax.Array | jax.core.ShapedArray) -> jax.Array:
-    """Inverts `put`.
-
-    Args:
-      stored: The result of `put`.
-      place: The place given to `put`.
-      like: The shape and dtype of the value.
-    """
+    """Inverts `put`; `like` has the shape and dtype of the value."""
     if not can_move(like):
         return stored
     if place.host:

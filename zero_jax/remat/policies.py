@@ -21,8 +21,7 @@ Source: ZeRO (arXiv:1910.02054), section 6.1, for P_a and P_a+cpu.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 import jax.extend.core as jex
 from jax.sharding import AbstractMesh
@@ -30,9 +29,10 @@ from jax.sharding import AbstractMesh
 from zero_jax.names import nearest, unknown
 from zero_jax.sharding.mesh import MODEL, AnyMesh
 
+# A policy of `jax.checkpoint_policies`.
+JaxPolicy = Callable[..., object]
 # Policies that need no knowledge of the model, by decreasing memory.
 POLICIES = ("none", "dots", "block", "block_sqrt")
-_ALL = (*POLICIES, "names")
 # FLOPs of a step's layers, in units of a forward pass: 3, and 1 for each level of recomputation.
 # Products that `dots` saves are not computed again, elementwise operations are.
 _PASSES = {
@@ -64,9 +64,12 @@ class Place:
 
 DEVICE = Place()
 PLACES = {str(p): p for p in (DEVICE, Place(True), Place(False, True), Place(True, True))}
+# Results of `save_and_offload_only_these_names`, whose types JAX does not export. A policy that
+# moves a value has another type, with a field `dst`; all others return a bool.
+_JAX_RESULTS = {"RecomputeType": None, "SaveableType": DEVICE}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class Remat:
     """Activation checkpointing policy; the strings of `Zero(remat=...)` are short for it.
 
@@ -74,7 +77,8 @@ class Remat:
       kind: "none", "dots", "block", "block_sqrt", "names", or "jax" for `policy`.
       inputs: Where inputs of layers (of groups, for block_sqrt) are saved: a `Place` or its name:
         "device", "host", "partitioned" or "partitioned+host".
-      names: Names of saved values and their places: a mapping, pairs, or names alone.
+      names: Names of saved values and their places: a mapping, pairs, or names alone. Stored as
+        pairs.
       policy: A policy of `jax.checkpoint_policies`, or a function with its signature; kind "jax".
 
     Raises:
@@ -85,32 +89,32 @@ class Remat:
     """
 
     kind: str
-    inputs: Any = DEVICE
-    names: Any = ()
-    policy: Callable[..., Any] | None = None
+    inputs: Place
+    names: tuple[tuple[str, Place], ...]
+    policy: JaxPolicy | None
 
-    def __post_init__(self) -> None:
-        pairs = self.names.items() if isinstance(self.names, Mapping) else self.names
-        pairs = [(pair, DEVICE) if isinstance(pair, str) else pair for pair in pairs]
-        object.__setattr__(self, "names", tuple((name, self._place(at)) for name, at in pairs))
-        object.__setattr__(self, "inputs", self._place(self.inputs))
-        if (self.kind == "jax") != (self.policy is not None):
+    def __init__(
+        self,
+        kind: str,
+        inputs: Place | str = DEVICE,
+        names: Mapping[str, Place | str] | Iterable[str | tuple[str, Place | str]] = (),
+        policy: JaxPolicy | None = None,
+    ):
+        items = names.items() if isinstance(names, Mapping) else names
+        pairs = [(item, DEVICE) if isinstance(item, str) else item for item in items]
+        places = tuple((name, _place(at)) for name, at in pairs)
+        values = {"kind": kind, "inputs": _place(inputs), "names": places, "policy": policy}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        if (kind == "jax") != (policy is not None):
             raise ValueError(
-                f'`kind`={self.kind!r} with `policy`={self.policy!r}: kind "jax", and no other, '
-                "requires a policy"
+                f'`kind`={kind!r} with `policy`={policy!r}: kind "jax", and no other, requires a '
+                "policy"
             )
-        if self.policy is not None and (self.names or self.inputs != DEVICE):
+        if policy is not None and (self.names or self.inputs != DEVICE):
             raise ValueError("`names` and `inputs` contradict `policy`, which decides both")
-        if self.kind != "jax":
+        if kind != "jax":
             _check(self)
-
-    @staticmethod
-    def _place(given: "Place | str") -> Place:
-        if isinstance(given, Place):
-            return given
-        if given not in PLACES:
-            raise ValueError(f"`remat`: {unknown('place', str(given), PLACES)}")
-        return PLACES[given]
 
     @property
     def passes(self) -> float:
@@ -133,8 +137,10 @@ class Remat:
     def place_of(self, eqn: jex.JaxprEqn) -> Place | None:
         """Returns where the results of an equation of a layer are saved; None if they are not."""
         if self.policy is not None:
-            avals = [atom.aval for atom in eqn.invars]
-            return _place_by_jax(self.policy(eqn.primitive, *avals, **eqn.params))
+            result = self.policy(eqn.primitive, *(atom.aval for atom in eqn.invars), **eqn.params)
+            if getattr(result, "dst", None) is not None:
+                return Place(host=True)
+            return _JAX_RESULTS.get(type(result).__name__, DEVICE if result else None)
         if self.kind == "dots":
             return DEVICE if eqn.primitive.name == "dot_general" else None
         return dict(self.names).get(eqn.params["name"]) if eqn.primitive.name == "name" else None
@@ -146,24 +152,25 @@ class Remat:
         return self.kind + _at(self.inputs) + (f":{names}" if self.names else "")
 
 
-def of_jax(policy: Callable[..., Any] | None) -> Remat:
+def _at(place: Place) -> str:
+    return "" if place == DEVICE else f"@{place}"
+
+
+def _place(given: Place | str) -> Place:
+    if isinstance(given, Place):
+        return given
+    if given not in PLACES:
+        raise ValueError(f"`remat`: {unknown('place', str(given), PLACES)}")
+    return PLACES[given]
+
+
+def of_jax(policy: JaxPolicy | None) -> Remat:
     """Returns the equivalent of `jax.checkpoint(policy=...)`; None saves only the inputs."""
     return Remat("block") if policy is None else Remat("jax", policy=policy)
 
 
-# Results of `save_and_offload_only_these_names`, whose types JAX does not export.
-_JAX_RESULTS = {"RecomputeType": None, "SaveableType": DEVICE}
-
-
-def _place_by_jax(result: object) -> Place | None:
-    """Returns the place for the result of a policy of JAX: a bool, or one of three types."""
-    if getattr(result, "dst", None) is not None:
-        return Place(host=True)
-    return _JAX_RESULTS.get(type(result).__name__, DEVICE if result else None)
-
-
 @functools.cache
-def parse(text: str | Remat | Callable[..., Any]) -> Remat:
+def parse(text: str | Remat | JaxPolicy) -> Remat:
     """Reads a policy.
 
     Raises:
@@ -194,9 +201,12 @@ def _name_and_place(part: str) -> tuple[str, str]:
 def _check(policy: Remat) -> None:
     """Raises ValueError if kind, places and names contradict each other."""
     text, known = str(policy), [name for name, _ in policy.names]
-    if policy.kind not in _ALL:
-        near = nearest(policy.kind, _ALL)
-        raise ValueError(f"`remat`={text!r}: use one of {', '.join(_ALL)}; the nearest is {near!r}")
+    kinds = (*POLICIES, "names")
+    if policy.kind not in kinds:
+        near = nearest(policy.kind, kinds)
+        raise ValueError(
+            f"`remat`={text!r}: use one of {', '.join(kinds)}; the nearest is {near!r}"
+        )
     if policy.inputs != DEVICE and policy.kind in ("none", "dots"):
         raise ValueError(
             f"`remat`={text!r}: {policy.kind} saves its values on the device. Other places are "
@@ -232,17 +242,13 @@ def on_host(text: str) -> str:
             f'`offload`="activations" with `remat`={text!r}: saved activations of layers move to '
             'the host, but this policy saves too many. Use remat="block"'
         )
-    names = tuple((name, dataclasses.replace(at, host=True)) for name, at in policy.names)
-    inputs = dataclasses.replace(policy.inputs, host=True)
-    return str(dataclasses.replace(policy, inputs=inputs, names=names))
+    inputs, *places = (Place(True, place.partitioned) for place in policy.places)
+    names = zip((name for name, _ in policy.names), places, strict=True)
+    return str(Remat(policy.kind, inputs, names))
 
 
-def check(text: str, mesh: AnyMesh) -> Remat:
-    """Reads a policy and checks that the mesh has what it needs.
-
-    Args:
-      text: The policy.
-      mesh: A mesh of devices, or an abstract one, which has every kind of memory.
+def check(text: str | Remat | JaxPolicy, mesh: AnyMesh) -> Remat:
+    """Reads a policy and checks that the mesh has what it needs; an abstract one has all memories.
 
     Raises:
       ValueError: As in `parse`; partitioned without a `model` axis; host on devices without
@@ -263,7 +269,3 @@ def check(text: str, mesh: AnyMesh) -> Remat:
                 f"{mesh.local_devices[0]} has only {', '.join(kinds)}: leave host out"
             )
     return policy
-
-
-def _at(place: Place) -> str:
-    return "" if place == DEVICE else f"@{place}"

@@ -1,16 +1,8 @@
 """Dataflow analysis of jaxprs: facts of values, derived forward or backward, and the graph of uses.
 
 A forward analysis is an interpreter whose values are facts from a lattice. Loops are iterated until
-the facts of their state no longer change.
-
-  HasGradient   whether a gradient flows through a value
-  Varies        whether a value differs between the devices of mesh axes
-  ShardedDims   along which dim a value is sharded, for each of several mesh axes
-
-`engine/over_rows.py` has a fourth lattice, of the rows of a batch. Backward, `needed` finds the
-variables on which results depend. `Graph` answers which equations lie before, after and between
-others. `sharded_dims`, `kept_dims` and `index_dims` say which dims of its operands an operation
-keeps.
+the facts of their state no longer change. `engine/over_rows.py` has one more, of the rows of a
+batch. Backward, `needed` finds the variables on which results depend.
 """
 
 import functools
@@ -36,19 +28,13 @@ EQUAL_RESULTS = frozenset(("psum", "psum_invariant", "pmax", "pmin", "all_gather
 class Forward(Interpreter[T]):
     """A forward analysis: facts of results from facts of operands.
 
-    A subclass is a lattice: it has `default` (facts of the results of an operation), `join` and,
-    where loops may not converge, `unknown`.
-
-    Attributes:
-      constants: The fact of literals and constants.
+    A subclass is a lattice: it has `constants` (the fact of a constant), `default` (facts of the
+    results of an operation), `join` and, where loops may not converge, `unknown`.
     """
 
     constants: T
 
-    def literal(self, atom: jex.Literal) -> T:
-        return self.constants
-
-    def constant(self, var: jex.Var, value: ArrayLike) -> T:
+    def constant(self, atom: Atom, value: ArrayLike) -> T:
         return self.constants
 
     def join(self, one: T, other: T) -> T:
@@ -83,10 +69,9 @@ class Forward(Interpreter[T]):
         for _ in range(max(_ITERATIONS, count + 1)):
             inputs = [*fixed, *state, *slices]
             made = self.run(body, inputs)
-            joined = list(map(self.join, state, made[:count]))
-            if joined == state:
+            before, state = state, list(map(self.join, state, made[:count]))
+            if state == before:
                 return inputs, made
-            state = joined
         inputs = [*fixed, *[self.unknown()] * count, *slices]
         return inputs, self.run(body, inputs)
 
@@ -139,11 +124,7 @@ class HasGradient(_Marks):
 
 
 class Varies(_Marks):
-    """True for values that differ between devices of these axes; a sum over all of them does not.
-
-    Args:
-      axes: Names of mesh axes.
-    """
+    """True for values that differ between devices of these axes; sums over them do not."""
 
     def __init__(self, axes: Sequence[str]):
         super().__init__()
@@ -159,11 +140,7 @@ class Varies(_Marks):
 
 
 class ShardedDims(Forward[Dims]):
-    """The sharded dim of each value, for each of several groups of mesh axes.
-
-    Args:
-      groups: Number of groups of mesh axes.
-    """
+    """The sharded dim of each value, for each of several groups of mesh axes."""
 
     def __init__(self, groups: int):
         super().__init__()
@@ -192,10 +169,6 @@ def sharded_dims(eqn: jex.JaxprEqn, dims: Sequence[Dim]) -> list[Dim]:
     These are the rules of XLA's partitioner that decide about memory. A result is sharded if one of
     its dims comes from a sharded dim of an operand, and full if that dim was summed over. Source:
     GSPMD (arXiv:2105.04663), section 3.
-
-    Args:
-      eqn: An operation, no call or loop.
-      dims: The sharded dim of each operand, or None.
 
     >>> import jax
     >>> product = jax.make_jaxpr(lambda a, b: a @ b)(jax.numpy.ones((2, 3)), jax.numpy.ones((3, 8)))
@@ -312,7 +285,6 @@ def needed(
 
 def read_inputs(jaxpr: jex.Jaxpr) -> list[bool]:
     """Returns for each input whether a result or an effect depends on it."""
-
     reached = needed(jaxpr.eqns, jaxpr.outvars, _of_differentiated)
     return [var in reached for var in jaxpr.invars]
 
@@ -326,9 +298,9 @@ def _of_differentiated(eqn: jex.JaxprEqn, made: list[bool]) -> list[bool]:
 
 
 def differentiated(jaxpr: jex.Jaxpr, wanted: Sequence[bool]) -> set[jex.Var]:
-    """Returns the variables on which these results depend, with calls and scans looked into.
+    """Returns the variables on which these results depend, through calls and scans.
 
-    Functions with a custom derivative are not.
+    A function with a custom derivative depends on all of its inputs.
     """
     return needed(jaxpr.eqns, itertools.compress(jaxpr.outvars, wanted), _through_bodies)
 
@@ -372,11 +344,9 @@ def made_of(jaxpr: jex.Jaxpr, inputs: set[jex.Var]) -> set[jex.Var]:
 def executed(
     jaxpr: jex.Jaxpr, wanted: Sequence[bool] | None = None
 ) -> Iterator[tuple[jex.JaxprEqn, int]]:
-    """Yields equations on which results depend, at every depth, with their number of executions.
+    """Yields equations on which the `wanted` results, by default all, depend, at every depth.
 
-    Args:
-      jaxpr: The jaxpr.
-      wanted: True for the results; None for all.
+    Each comes with the number of times that it is executed.
     """
     wanted = wanted or [True] * len(jaxpr.outvars)
     results = itertools.compress(jaxpr.outvars, wanted)

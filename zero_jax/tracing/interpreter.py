@@ -1,28 +1,23 @@
 """The interpreter of jaxprs: one table of handlers, which every transformation extends.
 
-  Interpreter   values of any kind. Dataflow facts and memory estimates subclass it
-  Evaluator     arrays, and pytrees in place of some of them. LoRA, expert parallelism and updates
-                on assigned devices subclass it
-  Resized       arrays of other sizes than the traced ones
-
 A handler receives an equation and the values of its inputs, and returns those of its results.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from zero_jax.tracing import jaxpr as jaxprs
-from zero_jax.tracing.jaxpr import T, Walk
+from zero_jax.tracing.jaxpr import Atom, T, Walk
 
 
 class Interpreter(Walk[T]):
-    """Visits a jaxpr and handles each equation by its kind.
+    """Visits a jaxpr and handles each equation by its kind; values may be of any type.
 
-    Without handlers of a subclass, calls, rematerialised functions and functions with custom
+    Unless a subclass has other handlers, calls, rematerialised functions and functions with custom
     derivatives are interpreted in place, and loops and branches are operations like any other.
 
     Attributes:
@@ -78,19 +73,11 @@ class Evaluator(Interpreter[T]):
         raise NotImplementedError
 
     def agreed(self, values: list[T], like: Sequence[T | bool]) -> list[T]:
-        """Returns the values that an iteration or a branch hands over.
-
-        Args:
-          values: Its results.
-          like: Those of the iteration before it, or of the first branch.
-        """
+        """Returns the results of an iteration or a branch, made like those of the first one."""
         return values
 
-    def literal(self, atom: jex.Literal) -> T:
-        return jaxprs.typed(atom.val, atom)
-
-    def constant(self, var: jex.Var, value: Any) -> T:
-        return value
+    def constant(self, atom: Atom, value: ArrayLike) -> T:
+        return jaxprs.typed(value, atom)
 
     def evaluate(self, closed: jex.ClosedJaxpr, values: Sequence[T]) -> list[T]:
         """Returns the results of a jaxpr, its calls inlined."""
@@ -117,7 +104,7 @@ class Evaluator(Interpreter[T]):
         ((body, first),), (start, _) = jaxprs.bodies(eqn), jaxprs.state_of(eqn)
         of_test, fixed = values[:first], values[first:start]
 
-        def continues(state: list[T]) -> Any:
+        def continues(state: list[T]) -> T:
             made = self.evaluate(eqn.params["cond_jaxpr"], [*of_test, *state])
             return self.agreed(made, [True])[0]
 
@@ -141,19 +128,19 @@ class Evaluator(Interpreter[T]):
         return jax.lax.switch(values[0], cases, *values[1:])
 
     def remat(self, eqn: jex.JaxprEqn, values: list[T]) -> Sequence[T]:
+        def run(*values: T) -> list[T]:
+            return self.evaluate(jaxprs.inner(eqn), values)
+
         options = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
-        again: Callable[..., list[T]] = jax.checkpoint(
-            lambda *values: self.evaluate(jaxprs.inner(eqn), values), **options
-        )
-        return again(*values)
+        return jax.checkpoint(run, **options)(*values)
 
 
 class Resized(Evaluator[jax.Array]):
     """Runs operations on arrays of other sizes than they were traced with.
 
     Args:
-      shape: The shape of all results. By default only elementwise operations have another one, that
-        of their operands; others must have no sizes among their parameters.
+      shape: The shape of all results. By default elementwise operations have that of their
+        operands; others must have no sizes among their parameters.
     """
 
     def __init__(self, shape: tuple[int, ...] | None = None):

@@ -1,12 +1,8 @@
 """Jaxprs of all supported JAX releases: reading equations, building, walking and rewriting jaxprs.
 
 The parameters of `scan`, `cond`, `while`, calls and custom derivatives differ between releases, and
-are read and written here alone. There are three levels:
-
-  atoms, equations   shapes and bytes, the jaxprs that an equation runs, FLOPs of products
-  building           new jaxprs from equations, one equation or a stretch of them as a function
-  walking            `Walk` visits equations in order. `Rewriter` makes a new jaxpr with it, and
-                     `interpreter.Interpreter` evaluates with it
+are read and written here alone. `Walk` visits equations in order: `Rewriter` makes a new jaxpr with
+it, `interpreter.Interpreter` evaluates with it.
 
 Most analyses read a jaxpr with inlined calls (`written_out`). The engine inlines `jit` alone, since
 a `jax.checkpoint` is a layer and a `custom_vjp` has a gradient. Programs that are not
@@ -16,7 +12,8 @@ differentiated any more have all calls inlined.
 import copy
 import itertools
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Generic, TypeGuard, TypeVar
 
 import jax
@@ -30,10 +27,8 @@ Atom = jex.Var | jex.Literal
 AnyJaxpr = jex.Jaxpr | jex.ClosedJaxpr
 # Operations that only rearrange a parameter: they are deferred until it is gathered.
 LAYOUT = frozenset(
-    (
-        *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "rev"),
-        *("slice", "dynamic_slice", "convert_element_type", "copy", "name", "stop_gradient"),
-    )
+    "transpose reshape squeeze expand_dims broadcast_in_dim rev slice dynamic_slice "
+    "convert_element_type copy name stop_gradient".split()
 )
 JIT = frozenset(("jit", "pjit", "closed_call", "core_call"))
 REMAT = frozenset(("remat2", "checkpoint", "remat"))
@@ -41,22 +36,14 @@ OWN_GRADIENT = frozenset(("custom_jvp_call", "custom_vjp_call"))
 CALLS = JIT | REMAT | OWN_GRADIENT
 # Operations that compute for a piece of an array the piece of their result.
 ELEMENTWISE = frozenset(
-    (
-        *("add", "add_any", "sub", "mul", "div", "rem", "neg", "sign", "abs", "square", "max"),
-        *("min", "pow", "integer_pow", "sqrt", "rsqrt", "cbrt", "exp", "exp2", "log", "log1p"),
-        *("expm1", "tanh", "logistic", "sin", "cos", "tan", "asin", "acos", "atan", "atan2"),
-        *("sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "erf_inv", "floor", "ceil"),
-        *("round", "clamp", "select_n", "is_finite", "eq", "ne", "lt", "le", "gt", "ge", "and"),
-        *("or", "xor", "not", "nextafter", "reduce_precision", "convert_element_type", "copy"),
-        *("real", "imag", "conj", "complex", "stop_gradient", "population_count", "shift_left"),
-        *("shift_right_logical", "shift_right_arithmetic"),
-    )
+    "add add_any sub mul div rem neg sign abs square max min pow integer_pow sqrt rsqrt cbrt exp "
+    "exp2 log log1p expm1 tanh logistic sin cos tan asin acos atan atan2 sinh cosh asinh acosh "
+    "atanh erf erfc erf_inv floor ceil round clamp select_n is_finite eq ne lt le gt ge and or xor "
+    "not nextafter reduce_precision convert_element_type copy real imag conj complex stop_gradient "
+    "population_count shift_left shift_right_logical shift_right_arithmetic".split()
 )
 # Operations that combine elements along some dims of an array.
 REDUCTIONS = frozenset(f"reduce_{name}" for name in ("sum", "prod", "max", "min", "and", "or"))
-
-
-# Atoms: variables and literals.
 
 
 def is_var(atom: Atom) -> TypeGuard[jex.Var]:
@@ -79,7 +66,7 @@ def shape_of(atom: Atom) -> tuple[int, ...]:
     return tuple(getattr(atom.aval, "shape", ()))
 
 
-def dtype_of(atom: Atom) -> np.dtype[Any]:
+def dtype_of(atom: Atom) -> np.dtype[np.generic]:
     """Returns the dtype of an atom that is an array."""
     return getattr(atom.aval, "dtype")  # noqa: B009
 
@@ -106,9 +93,6 @@ def typed(value: Any, atom: Atom) -> Any:
     if not isinstance(value, (bool, int, float, complex)):
         return value
     return np.asarray(value, dtype_of(atom))
-
-
-# Equations, and the jaxprs that calls, loops and branches run.
 
 
 def variables(eqns: Iterable[jex.JaxprEqn]) -> list[jex.Var]:
@@ -207,16 +191,16 @@ def state_of(eqn: jex.JaxprEqn) -> tuple[int, int]:
     Before a scan's come constants, after them slices. They are found by rank, since the names of a
     scan's parameters differ between releases of JAX.
     """
-    if eqn.primitive.name == "while":
-        return len(eqn.invars) - len(eqn.outvars), len(eqn.outvars)
-    body = inner(eqn).jaxpr
-    carried = sum(
-        len(shape_of(a)) == len(shape_of(b)) for a, b in zip(body.outvars, eqn.outvars, strict=True)
-    )
-    sliced = sum(
-        len(shape_of(a)) < len(shape_of(b)) for a, b in zip(body.invars, eqn.invars, strict=True)
-    )
+    carried, sliced = len(eqn.outvars), 0
+    if eqn.primitive.name == "scan":
+        body = inner(eqn).jaxpr
+        carried = sum(map(operator.eq, map(_rank, body.outvars), map(_rank, eqn.outvars)))
+        sliced = sum(map(operator.lt, map(_rank, body.invars), map(_rank, eqn.invars)))
     return len(eqn.invars) - sliced - carried, carried
+
+
+def _rank(atom: Atom) -> int:
+    return len(shape_of(atom))
 
 
 def nested(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
@@ -250,14 +234,11 @@ def _products(eqn: jex.JaxprEqn) -> int:
     return eqn.params.get("length", 1) * max(inside, default=0)
 
 
-# Jaxprs and functions made of equations.
-
-
 def new_jaxpr(
     invars: Sequence[jex.Var],
     outvars: Sequence[Atom],
     eqns: Sequence[jex.JaxprEqn],
-    effects: Any = frozenset(),
+    effects: Set[jex.Effect] = frozenset(),
     constvars: Sequence[jex.Var] = (),
 ) -> jex.Jaxpr:
     """Builds a jaxpr from equations of other jaxprs.
@@ -281,7 +262,7 @@ def function(eqn: jex.JaxprEqn) -> Callable[..., list[Any]]:
     return as_function(jex.ClosedJaxpr(jaxpr, ()))
 
 
-def as_function(closed: jex.ClosedJaxpr) -> Callable[..., list[Any]]:
+def as_function(closed: jex.ClosedJaxpr) -> Callable[..., list[jax.Array]]:
     """Returns a jaxpr as a function, whose results all have a shape and a dtype."""
     run, outvars = jex.jaxpr_as_fun(closed), closed.jaxpr.outvars
     return lambda *args: [typed(x, a) for x, a in zip(run(*args), outvars, strict=True)]
@@ -332,22 +313,18 @@ def inputs_of(eqns: Sequence[jex.JaxprEqn]) -> list[jex.Var]:
     return [v for v in dict.fromkeys(variables(eqns)) if v not in made]
 
 
-# Walking and rewriting.
-
-
 class Walk(Generic[T]):
     """Visits the equations of a jaxpr in order, with a value for each variable.
 
     A subclass gives the values of constants and of the results of an equation.
     """
 
-    def literal(self, atom: jex.Literal) -> T:
-        """Returns the value of a literal."""
+    def constant(self, atom: Atom, value: ArrayLike) -> T:
+        """Returns the value of a constant of a closed jaxpr, and unless overridden of a literal."""
         raise NotImplementedError
 
-    def constant(self, var: jex.Var, value: ArrayLike) -> T:
-        """Returns the value of a constant of a closed jaxpr."""
-        raise NotImplementedError
+    def literal(self, atom: jex.Literal) -> T:
+        return self.constant(atom, atom.val)
 
     def equation(self, eqn: jex.JaxprEqn, values: list[T]) -> Sequence[T]:
         """Returns the values of an equation's results, given those of its inputs."""
@@ -383,8 +360,8 @@ class Rewriter(Walk[Atom]):
         body, part = closed.jaxpr, copy.copy(self)
         part.eqns, part.consts, part._defined = [], {}, set(body.invars)
         outvars = part.run(closed, body.invars)
-        pairs = zip((*part.eqns, *outvars), (*body.eqns, *body.outvars), strict=False)
-        if len(part.eqns) == len(body.eqns) and all(a is b for a, b in pairs):
+        new, old = [*part.eqns, *outvars], [*body.eqns, *body.outvars]
+        if len(new) == len(old) and all(map(operator.is_, new, old)):
             return closed
         jaxpr = new_jaxpr(body.invars, outvars, part.eqns, body.effects, list(part.consts))
         return jex.ClosedJaxpr(jaxpr, list(part.consts.values()))
@@ -396,8 +373,9 @@ class Rewriter(Walk[Atom]):
     def literal(self, atom: jex.Literal) -> Atom:
         return atom
 
-    def constant(self, var: jex.Var, value: ArrayLike) -> Atom:
-        (new,) = self._fresh([var])
+    def constant(self, atom: Atom, value: ArrayLike) -> Atom:
+        assert is_var(atom)
+        (new,) = self._fresh([atom])
         self.consts[new] = value
         return new
 
@@ -407,8 +385,7 @@ class Rewriter(Walk[Atom]):
     def append(self, eqn: jex.JaxprEqn, atoms: Sequence[Atom]) -> Sequence[Atom]:
         """Adds an equation that reads these atoms; returns its results."""
         outs = self._fresh(eqn.outvars)
-        pairs = zip((*atoms, *outs), (*eqn.invars, *eqn.outvars), strict=True)
-        if not all(a is b for a, b in pairs):
+        if not all(map(operator.is_, (*atoms, *outs), (*eqn.invars, *eqn.outvars))):
             eqn = eqn.replace(invars=list(atoms), outvars=outs)
         self.eqns.append(eqn)
         return outs
@@ -419,14 +396,14 @@ class Rewriter(Walk[Atom]):
         same = all(params[key] is value for key, value in eqn.params.items())
         return eqn if same else eqn.replace(params=params)
 
-    def _parameter(self, value: Any) -> Any:
+    def _parameter(self, value: object) -> object:
         if isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr)):
             closed = as_closed(value)
             new = self(closed)
             return value if new is closed else new if value is closed else new.jaxpr
-        if type(value) in (tuple, list):
+        if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
             items = [self._parameter(item) for item in value]
-            return value if all(map(_is, items, value)) else type(value)(items)
+            return value if all(map(operator.is_, items, value)) else type(value)(items)
         return value
 
     def _fresh(self, variables: Sequence[jex.Var]) -> list[jex.Var]:
@@ -436,19 +413,12 @@ class Rewriter(Walk[Atom]):
         return new
 
 
-def _is(one: object, other: object) -> bool:
-    return one is other
-
-
 def written_out(
     closed: jex.ClosedJaxpr, calls: frozenset[str] = JIT, *, branches: bool = False
 ) -> jex.ClosedJaxpr:
-    """Inlines calls, also calls in calls.
+    """Inlines these calls, also calls in calls, but no loops.
 
-    Args:
-      closed: The jaxpr.
-      calls: The primitives to inline. Loops never are.
-      branches: True to inline those of a `cond` too: all are computed, and one result is selected.
+    With `branches` those of a `cond` are inlined too: all are computed, and one result is selected.
 
     >>> program = jax.make_jaxpr(lambda x: jax.checkpoint(jax.jit(jnp.sin))(x) + 1)(1.0)
     >>> [eqn.primitive.name for eqn in written_out(program, CALLS).jaxpr.eqns]

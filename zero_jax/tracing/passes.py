@@ -16,17 +16,11 @@ def without_dead_derivatives(
 ) -> jex.ClosedJaxpr:
     """Reads values through `stop_gradient` if nobody needs their derivative.
 
-    These are values that no trained parameter changes, or on which no differentiated result
-    depends. JAX drops such derivatives by itself, but a layer is one function with a custom
-    gradient, behind which all of its inputs and results look alike. Without this, a metric added up
-    from layer to layer has a gradient of zero times infinity, and a `while_loop` over data beside
-    the activations one that JAX does not have. No number changes, and `stop_gradient` compiles to
-    nothing.
-
-    Args:
-      closed: The program.
-      trained: True for inputs that have a gradient.
-      wanted: True for results that are differentiated.
+    These are values that no `trained` input changes, or on which no result `wanted` depends. JAX
+    drops such derivatives by itself, but a layer is one function with a custom gradient, behind
+    which all of its inputs and results look alike. Without this, a metric added up from layer to
+    layer has a gradient of zero times infinity, and a `while_loop` over data beside the activations
+    one that JAX does not have. No number changes, and `stop_gradient` compiles to nothing.
 
     >>> program = jax.make_jaxpr(lambda w: (w * w, jax.numpy.sqrt(w)))(1.0)
     >>> settled = without_dead_derivatives(program, [True], [True, False])
@@ -37,9 +31,7 @@ def without_dead_derivatives(
 
 
 class _WithoutDeadDerivatives(Rewriter):
-    def __init__(
-        self, closed: jex.ClosedJaxpr, trained: Sequence[bool], wanted: Sequence[bool]
-    ) -> None:
+    def __init__(self, closed: jex.ClosedJaxpr, trained: Sequence[bool], wanted: Sequence[bool]):
         facts = HasGradient().environment(closed, trained)
         self._changed = {v for v, changed in facts.items() if changed}
         self._used, self._wanted = differentiated(closed.jaxpr, wanted), wanted

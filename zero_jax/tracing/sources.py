@@ -4,7 +4,6 @@ import itertools
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.extend.core as jex
@@ -27,7 +26,7 @@ def transformation_of(sources: Sequence[jex.JaxprEqn | BaseException]) -> str:
         if isinstance(source, BaseException):
             codes = [frame.f_code for frame, _ in traceback.walk_tb(source.__traceback__)][::-1]
         else:
-            frames: Any = source.source_info.traceback
+            frames = source.source_info.traceback
             codes = frames.raw_frames()[0] if frames else []
         inside = itertools.takewhile(lambda code: not code.co_filename.startswith(_LIBRARY), codes)
         names += [code.co_qualname for code in inside if not code.co_filename.startswith(_JAX)]
