@@ -9,7 +9,8 @@ from jax.typing import DTypeLike
 from zero_jax.collectives import gather_scatter
 from zero_jax.collectives.gather_scatter import Wire
 from zero_jax.collectives.precision import DTYPES, parse_dtype
-from zero_jax.sharding.partition import Partitioner
+from zero_jax.sharding.layout import map_leaves
+from zero_jax.sharding.partition import Partition, Partitioner
 from zero_jax.sharding.paths import PyTree
 
 
@@ -38,12 +39,11 @@ def gather(
     compute = None if compute_dtype is None else DTYPES[parse_dtype(compute_dtype, "compute_dtype")]
     wire = Wire(compute, reduce)
     cuts = Partitioner(jax.lax.axis_size(axis_name), axis=axis_name)(like)
-    leaves, treedef = jax.tree.flatten(tree)
-    full = [
-        gather_scatter.touch(x, None, None, cut, wire, cut.dim is not None)
-        for x, cut in zip(leaves, cuts, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, full)
+
+    def full(x: jax.Array, cut: Partition) -> jax.Array:
+        return gather_scatter.touch(x, None, None, cut, wire, cut.dim is not None)
+
+    return map_leaves(full, tree, cuts)
 
 
 def shard(tree: PyTree, *, axis_name: str = "data") -> PyTree:
@@ -56,9 +56,5 @@ def shard(tree: PyTree, *, axis_name: str = "data") -> PyTree:
     Returns:
       The same tree of shards, padded with zeros if N does not divide.
     """
-    leaves, treedef = jax.tree.flatten(tree)
     cuts = Partitioner(jax.lax.axis_size(axis_name), axis=axis_name)(tree)
-    pieces = [
-        gather_scatter.local_shard(x, c, axis_name) for x, c in zip(leaves, cuts, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, pieces)
+    return map_leaves(lambda x, cut: gather_scatter.local_shard(x, cut, axis_name), tree, cuts)

@@ -5,7 +5,7 @@ optimizer, norms and checkpoints use unpadded shapes. See partition.py for the c
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -73,19 +73,26 @@ def unpad(tree: PyTree) -> PyTree:
     return jax.tree.map(one, tree, is_leaf=_is_padded)
 
 
+def map_leaves(
+    fn: Callable[[jax.Array, Partition], object], tree: PyTree, partitions: Sequence[Partition]
+) -> PyTree:
+    """Maps a function of a leaf and its partition."""
+    leaves, treedef = jax.tree.flatten(tree)
+    pairs = zip(leaves, partitions, strict=True)
+    return jax.tree.unflatten(treedef, [fn(x, cut) for x, cut in pairs])
+
+
 def pad(tree: PyTree, partitions: Sequence[Partition]) -> PyTree:
     """Pads the leaves that need it, the inverse of `unpad`; keeps the tree's structure."""
-    leaves, treedef = jax.tree.flatten(tree)
-    padded = [_pad_leaf(x, p) for x, p in zip(leaves, partitions, strict=True)]
-    return jax.tree.unflatten(treedef, padded)
 
+    def one(leaf: jax.Array, cut: Partition) -> jax.Array | Padded:
+        if not cut.padded:
+            return leaf
+        assert cut.dim is not None
+        full = leaf if leaf.ndim == 0 else pad_dim(leaf, cut.dim, cut.shard_size * cut.shards)
+        return Padded(full, cut.dim, cut.size)
 
-def _pad_leaf(leaf: jax.Array, cut: Partition) -> jax.Array | Padded:
-    if not cut.padded:
-        return leaf
-    assert cut.dim is not None
-    full = leaf if leaf.ndim == 0 else pad_dim(leaf, cut.dim, cut.shard_size * cut.shards)
-    return Padded(full, cut.dim, cut.size)
+    return map_leaves(one, tree, partitions)
 
 
 def constrained(tree: PyTree, partitions: Sequence[Partition], mesh: AnyMesh) -> PyTree:
@@ -101,9 +108,7 @@ def constrained(tree: PyTree, partitions: Sequence[Partition], mesh: AnyMesh) ->
 
 def shardings(tree: PyTree, partitions: Sequence[Partition], mesh: AnyMesh) -> PyTree:
     """Returns NamedShardings for a padded tree."""
-    treedef = jax.tree.structure(tree)
-    placed = [NamedSharding(mesh, p.stored_spec) for p in partitions]
-    return jax.tree.unflatten(treedef, placed)
+    return map_leaves(lambda _, cut: NamedSharding(mesh, cut.stored_spec), tree, partitions)
 
 
 def with_shardings(abstract: PyTree, placed: PyTree) -> PyTree:
@@ -129,20 +134,13 @@ def check_bytes(tree: PyTree, partitions: Sequence[Partition]) -> None:
     """
     for (name, leaf), cut in zip(paths.named_leaves(tree), partitions, strict=True):
         for piece in leaf.addressable_shards:
-            if piece.data.shape == cut.device_shape:
-                continue
-            if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            if piece.data.shape != cut.device_shape:
                 raise ValueError(
-                    f"{name} cannot be sharded under jax.disable_jit(), because `jit` places the "
-                    "shards. Remove the setting (jax_disable_jit), or use stage=0; "
-                    "jax.debug.print shows values within a loss"
+                    f"{name} {leaf.shape} holds {piece.data.shape} on {piece.device}, but the "
+                    f"layout says {cut.device_shape}. Make it with zero.init or zero.shard. `jit` "
+                    "places the shards: remove jax.disable_jit() (jax_disable_jit), or use "
+                    "stage=0. jax.debug.print shows values within a loss"
                 )
-            devices = cut.shards * cut.parts * cut.model_shards
-            raise ValueError(
-                f"{name} holds {piece.data.shape} on {piece.device}, but the layout says "
-                f"{cut.device_shape} ({leaf.shape} over {devices} devices): it is not "
-                "partitioned. Make it with zero.init or zero.shard"
-            )
 
 
 # Of NNX, variables that no optimizer trains.

@@ -55,7 +55,7 @@ def make_mesh(
     others = replica * experts * model
     if data is None:
         data = max(len(devices) // others, 1)
-    if min(data, replica, experts, model) < 1 or data * others != len(devices):
+    if data * others != len(devices):
         raise ValueError(
             f"`replica`={replica} x `experts`={experts} x `data`={data} x `model`={model} = "
             f"{data * others}, but there are {len(devices)} devices: make the product equal, or "
@@ -78,11 +78,11 @@ def abstract_mesh(
     >>> dict(abstract_mesh(8, replica=2).shape)
     {'replica': 2, 'data': 8}
     """
-    given = {REPLICA: replica, EXPERTS: experts, data_axis: data, MODEL: model}
-    if min(given.values()) < 1:
-        said = ", ".join(f"`{axis}`={size}" for axis, size in given.items())
-        raise ValueError(f"{said}: each must be at least 1")
-    sizes = {axis: size for axis, size in given.items() if axis == data_axis or size > 1}
+    axes = {REPLICA: replica, EXPERTS: experts, data_axis: data, MODEL: model}
+    if min(axes.values()) < 1:
+        given = ", ".join(f"`{axis}`={size}" for axis, size in axes.items())
+        raise ValueError(f"{given}: each must be at least 1")
+    sizes = {axis: size for axis, size in axes.items() if axis == data_axis or size > 1}
     types = (AxisType.Auto,) * len(sizes)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
 
@@ -199,9 +199,6 @@ def batch_share(mesh: Mesh) -> tuple[int, int]:
 
     Processes that load the same rows, because a `model` axis spans them, get the same index.
 
-    Args:
-      mesh: The mesh.
-
     Raises:
       ValueError: This process's devices do not hold one even part of the batch.
 
@@ -238,10 +235,8 @@ def check_global(batch: PyTree, mesh: AnyMesh) -> None:
     if isinstance(mesh, AbstractMesh) or len(mesh.local_devices) == mesh.size:
         return
     for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
-        shared = isinstance(x, jax.Array) and (
-            isinstance(x, jax.core.Tracer) or not x.is_fully_addressable
-        )
-        if not shared and not isinstance(x, jax.ShapeDtypeStruct):
+        abstract = isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
+        if not abstract and not (isinstance(x, jax.Array) and not x.is_fully_addressable):
             raise ValueError(
                 f"`batch`: {jax.tree_util.keystr(path) or 'array'} is a {type(x).__name__} of "
                 "this process alone, but the run has several processes. Make global arrays with "

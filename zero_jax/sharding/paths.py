@@ -47,8 +47,7 @@ class Padded:
 
     @property
     def dtype(self) -> np.dtype:
-        found: np.dtype = self.value.dtype
-        return found
+        return self.value.dtype
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_") or name in ("value", "dim", "size"):
