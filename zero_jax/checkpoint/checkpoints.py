@@ -31,7 +31,7 @@ from jax.experimental import multihost_utils
 from zero_jax.checkpoint import retention
 from zero_jax.checkpoint.arrays import Damaged
 from zero_jax.checkpoint.checksum import sum_over_processes, total
-from zero_jax.checkpoint.leaves import FileLeaf, NamedLeaf, leaves, unflatten
+from zero_jax.checkpoint.leaves import NamedLeaf, leaves, unflatten
 from zero_jax.checkpoint.manifest import ITEM, Json, Manifest, check_seal, write_seal
 from zero_jax.checkpoint.manifest import NAME as MANIFEST
 from zero_jax.checkpoint.writer import OrbaxHandler, SaveArgs, new_manifest, snapshot
@@ -181,7 +181,7 @@ class Checkpoints:
         args = ocp.args.Composite(**{ITEM: SaveArgs(manifest, snapshot(saved))})
         self._manager.save(step, args=args)
         self._unsealed = step
-        if any(isinstance(leaf, FileLeaf) for leaf in saved):
+        if any(leaf.in_files for leaf in saved):
             self.wait()  # the next step overwrites those files
 
     def _checked(self, step: SupportsIndex) -> int:

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ class NamedLeaf:
 
     Attributes:
       name: Its path.
-      node: An array, ShapeDtypeStruct or number, in a `Padded` if it is padded.
+      node: An array, FileArray, ShapeDtypeStruct or number, in a `Padded` if it is padded.
       number: Its position in the tree, which names its folder in a checkpoint.
     """
 
@@ -45,6 +45,11 @@ class NamedLeaf:
         return self.node.value if isinstance(self.node, Padded) else self.node
 
     @property
+    def in_files(self) -> bool:
+        """True if its values are in files (`offload="optimizer:nvme=DIR"`)."""
+        return isinstance(self.value, FileArray)
+
+    @property
     def is_key(self) -> bool:
         """True for a typed random key (`jax.random.key`)."""
         return jnp.issubdtype(getattr(self.value, "dtype", np.int32), jax.dtypes.prng_key)
@@ -55,17 +60,16 @@ class NamedLeaf:
         data = jax.eval_shape(jax.random.key_data, self.value) if self.is_key else self.value
         shape = tuple(np.shape(self.node if isinstance(self.node, Padded) else data))
         dtype = getattr(data, "dtype", None) or np.asarray(data).dtype
-        chunk = chunk_shape(shape, self._shard_shape(data), dtype.itemsize)
+        sharding = getattr(data, "sharding", None)
+        shard = sharding.shard_shape(data.shape) if sharding else np.shape(data)
+        chunk = chunk_shape(shape, shard, dtype.itemsize)
         name = f"{KEY}{layout.key_impl(self.value)}>" if self.is_key else str(dtype)
         return StoredArray(f"arrays/{self.number:04d}", shape, name, str(dtype), chunk)
 
-    def _shard_shape(self, data: PyTree) -> Index:
-        sharding = getattr(data, "sharding", None)
-        return tuple(sharding.shard_shape(data.shape) if sharding else np.shape(data))
-
     def pieces(self) -> list[Piece]:
         """Returns copies in host memory of the pieces that this process saves."""
-        data = jax.random.key_data(self.value) if self.is_key else self.value
+        data: PyTree = self.value.fetch() if self.in_files else self.value
+        data = jax.random.key_data(data) if self.is_key else data
         if not isinstance(data, jax.Array):
             piece = (0,) * np.ndim(data), np.array(data)
             return [piece] if jax.process_index() == 0 else []
@@ -106,40 +110,12 @@ class NamedLeaf:
         if self.is_key and hasattr(sharding, "mesh"):
             sharding = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
         array = jax.make_array_from_callback(shape, sharding, piece)
+        if self.in_files:
+            self.value.replace(array)
+            return self.node
         if self.is_key:
             return jax.random.wrap_key_data(array, impl=self.array.dtype[len(KEY) : -1])
         return dataclasses.replace(self.node, value=array) if self.node is not self.value else array
-
-
-@dataclasses.dataclass(frozen=True)
-class FileLeaf(NamedLeaf):
-    """A leaf whose values are in files (`offload="optimizer:nvme=DIR"`)."""
-
-    node: FileArray
-
-    def _shard_shape(self, data: PyTree) -> Index:
-        return self.node.cut.device_shape
-
-    def pieces(self) -> list[Piece]:
-        pieces = []
-        for first, stops, is_first in self._shards():
-            if is_first:
-                sizes = tuple(map(operator.sub, stops, first))
-                pieces.append((first, self.node.read(first, sizes)))
-        return pieces
-
-    def build(self, read: Read) -> FileArray:
-        for first, stops, _ in self._shards():
-            self.node.write(first, read(first, stops))
-        return self.node
-
-    def _shards(self) -> Iterator[tuple[Index, Index, bool]]:
-        """Yields bounds without padding, and whether this is the first copy of a shard."""
-        for first, is_first in self.node.shards():
-            ends = map(operator.add, first, self.node.cut.device_shape)
-            stops = tuple(map(min, ends, self.array.shape))
-            if all(map(operator.lt, first, stops)):
-                yield first, stops, is_first
 
 
 def leaves(tree: PyTree) -> list[NamedLeaf]:
@@ -150,7 +126,7 @@ def leaves(tree: PyTree) -> list[NamedLeaf]:
     times = collections.Counter(names)
     result: list[NamedLeaf] = []
     for number, (name, node) in enumerate(zip(names, nodes, strict=True)):
-        leaf = (FileLeaf if isinstance(node, FileArray) else NamedLeaf)(name, node, number)
+        leaf = NamedLeaf(name, node, number)
         if times[name] > 1:
             raise ValueError(f"two leaves have the path {name!r}: give them different paths")
         if not isinstance(leaf.value, _KINDS):

@@ -17,7 +17,7 @@ from orbax.checkpoint.multihost import get_barrier_sync_fn
 from zero_jax._version import __version__
 from zero_jax.checkpoint.arrays import Piece
 from zero_jax.checkpoint.checksum import MODULUS, total
-from zero_jax.checkpoint.leaves import FileLeaf, NamedLeaf
+from zero_jax.checkpoint.leaves import NamedLeaf
 from zero_jax.checkpoint.manifest import NAME as MANIFEST
 from zero_jax.checkpoint.manifest import Json, Manifest
 
@@ -33,7 +33,7 @@ def snapshot(saved: Sequence[NamedLeaf]) -> dict[str, Pieces]:
             for shard in leaf.value.addressable_shards:
                 if shard.replica_id == 0:
                     shard.data.copy_to_host_async()
-    return {x.name: x.pieces if isinstance(x, FileLeaf) else x.pieces() for x in saved}
+    return {x.name: x.pieces if x.in_files else x.pieces() for x in saved}
 
 
 def new_manifest(step: int, saved: Sequence[NamedLeaf], config: Json, extra: Json) -> Manifest:

@@ -14,13 +14,12 @@ memory holds two pieces, each once as read and once as written.
 import dataclasses
 import errno
 import functools
-import itertools
 import json
 import math
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,10 +35,10 @@ from zero_jax.offload.tiers import Offload
 from zero_jax.sharding import layout
 from zero_jax.sharding.mesh import names
 from zero_jax.sharding.partition import Partition, partition
-from zero_jax.sharding.paths import Padded
+from zero_jax.sharding.paths import Padded, PyTree
 
-PyTree = Any
 Start = tuple[int, ...]  # where a shard starts in the stored array
+Shards = dict[Start, jax.Array]  # those of this process, each once
 RECORD = "step.json"
 _ALIGN = 4096
 
@@ -49,7 +48,7 @@ class Store:
 
     Args:
       folder: The folder of this process.
-      shapes: Shape and dtype of each array, by name.
+      shapes: Shape and dtype of each array, by name; their order is that in the files.
       create: Create the files, which must not exist; otherwise they must, for the same arrays.
 
     Attributes:
@@ -66,22 +65,21 @@ class Store:
         *,
         create: bool,
     ):
-        self.folder = folder
-        self._record = folder / RECORD
-        self._arrays: dict[str, tuple[int, tuple[int, ...], np.dtype[Any]]] = {}
-        offset = 0
-        for name, (shape, dtype) in shapes.items():
-            self._arrays[name] = offset, tuple(shape), np.dtype(dtype)
-            size = math.prod(shape) * np.dtype(dtype).itemsize
+        self.folder, self._record = folder, folder / RECORD
+        self._shapes = {name: (tuple(shape), np.dtype(d)) for name, (shape, d) in shapes.items()}
+        self._layout = {name: [list(shape), str(d)] for name, (shape, d) in self._shapes.items()}
+        self._offsets, offset = dict[str, int](), 0
+        for name, (shape, dtype) in self._shapes.items():
+            self._offsets[name], size = offset, math.prod(shape) * dtype.itemsize
             offset += -(-size // _ALIGN) * _ALIGN
-        self.bytes = max(offset, _ALIGN)
-        self._layout = {n: [list(s), str(d)] for n, (_, s, d) in self._arrays.items()}
-        self.step = self._create() if create else self._open()
+        if create:
+            self._create(max(offset, _ALIGN))
+        self.step = 0 if create else self._saved_step()
 
     def _path(self, step: int) -> pathlib.Path:
         return self.folder / f"slot{step % 2}.bin"
 
-    def _create(self) -> int:
+    def _create(self, size: int) -> None:
         if self._record.exists():
             step = json.loads(self._record.read_text())["step"]
             raise ValueError(
@@ -94,7 +92,7 @@ class Store:
             for slot in (0, 1):
                 with open(self._path(slot), "wb") as file:
                     created.append(self._path(slot))
-                    os.posix_fallocate(file.fileno(), 0, self.bytes)
+                    os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
             for path in created:
                 path.unlink(missing_ok=True)
@@ -103,11 +101,10 @@ class Store:
                 reason = f"has {shutil.disk_usage(self.folder).free:,} bytes free"
             raise ValueError(
                 f"`offload`: {self.folder} {reason}, but the optimizer state takes "
-                f"{2 * self.bytes:,} bytes in two slots. Use another directory"
+                f"{2 * size:,} bytes in two slots. Use another directory"
             ) from error
-        return 0
 
-    def _open(self) -> int:
+    def _saved_step(self) -> int:
         if not self._record.exists():
             raise ValueError(
                 f"`offload`: {self.folder} has no state to resume. Start with tx.init(params)"
@@ -122,8 +119,8 @@ class Store:
 
     def view(self, step: int, name: str) -> np.ndarray:
         """Returns an array of a step, to read and write; mapped pages count as process memory."""
-        offset, shape, dtype = self._arrays[name]
-        return np.memmap(self._path(step), dtype, "r+", offset, shape)
+        shape, dtype = self._shapes[name]
+        return np.memmap(self._path(step), dtype, "r+", self._offsets[name], shape)
 
     def commit(self, step: int) -> None:
         """Makes a step the one that a process resumes from."""
@@ -178,8 +175,13 @@ class FileArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The full shape."""
-        return self.cut.shape
+        """The stored shape, padding included."""
+        return self.cut.stored_shape
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """The sharding of the array that `fetch` returns."""
+        return NamedSharding(self.files.mesh, self.cut.stored_spec)
 
     @property
     def size(self) -> int:
@@ -192,93 +194,65 @@ class FileArray:
         return PartitionSpec(tuple(x for axis in self.cut.stored_spec for x in names(axis or ())))
 
     @functools.cached_property
-    def _all_starts(self) -> dict[jax.Device, Start]:
-        """Where the shard of each device of the mesh starts."""
-        shape = self.cut.stored_shape
-        sharding = NamedSharding(self.files.mesh, self.cut.stored_spec)
-        return {
-            device: tuple(part.indices(n)[0] for part, n in zip(index, shape, strict=True))
-            for device, index in sharding.devices_indices_map(shape).items()
-        }
-
-    @functools.cached_property
     def starts(self) -> dict[jax.Device, Start]:
         """Where the shard of each device of this process starts."""
-        return {d: x for d, x in self._all_starts.items() if d.process_index == jax.process_index()}
+        indices = self.sharding.addressable_devices_indices_map(self.shape)
+        return {d: tuple(part.start or 0 for part in at or ()) for d, at in indices.items()}
 
     @functools.cached_property
     def keys(self) -> dict[Start, str]:
         """Names in the store of the shards of this process, by start; in the order of names."""
-        names = {x: f"{self.name}/{'-'.join(map(str, x))}" for x in self.starts.values()}
-        return dict(sorted(names.items(), key=lambda item: item[1]))
+        names = {f"{self.name}/{'-'.join(map(str, x))}": x for x in self.starts.values()}
+        return {names[key]: key for key in sorted(names)}
 
-    def shards(self) -> list[tuple[Start, bool]]:
-        """Returns the start of each shard here, and if no earlier process has it."""
-        here = jax.process_index()
-        earlier = {x for device, x in self._all_starts.items() if device.process_index < here}
-        return [(start, start not in earlier) for start in self.keys]
+    def fetch(self, step: int | None = None, part: slice | None = None) -> jax.Array:
+        """Returns the array over the mesh.
 
-    def _view(self, shard: Start, step: int | None = None) -> np.ndarray:
+        Args:
+          step: A step; by default the last one.
+          part: A part of every flat shard, for a flat array of these parts.
+        """
         store = self.files.store
-        return store.view(store.step if step is None else step, self.keys[shard])
-
-    def read(self, shard: Start, sizes: Sequence[int]) -> np.ndarray:
-        """Reads the first elements along each dim of a shard, at the last step."""
-        return np.array(self._view(shard)[tuple(map(slice, sizes))])
-
-    def write(self, shard: Start, values: np.ndarray) -> None:
-        """Writes them in place; until the next step there is nothing to resume."""
-        self.files.store.forget()
-        self._view(shard)[tuple(map(slice, values.shape))] = values
-
-    def _over_mesh(
-        self, parts: Mapping[Start, np.ndarray], shape: Sequence[int], spec: PartitionSpec
-    ) -> jax.Array:
-        """Returns the global array of a part of every shard."""
-        arrays = [jax.device_put(parts[shard], device) for device, shard in self.starts.items()]
-        sharding = NamedSharding(self.files.mesh, spec)
-        return jax.make_array_from_single_device_arrays(tuple(shape), sharding, arrays)
-
-    def fetch(self, step: int, start: int, stop: int) -> jax.Array:
-        """Returns the same elements of every flat shard, as a flat array over the mesh."""
-        parts = {x: np.array(self._view(x, step).reshape(-1)[start:stop]) for x in self.keys}
-        shape = [(stop - start) * (math.prod(self.cut.stored_shape) // self.size)]
-        return self._over_mesh(parts, shape, self.flat)
-
-    def fetch_all(self, step: int) -> jax.Array:
-        """Returns the stored array."""
-        parts = {x: np.array(self._view(x, step)) for x in self.keys}
-        value = self._over_mesh(parts, self.cut.stored_shape, self.cut.stored_spec)
+        step = store.step if step is None else step
+        views = {start: store.view(step, key) for start, key in self.keys.items()}
+        shape, sharding = self.shape, self.sharding
+        if part is not None:
+            shards = math.prod(shape) // self.size
+            shape = ((part.stop - part.start) * shards,)
+            sharding = NamedSharding(self.files.mesh, self.flat)
+            views = {start: view.reshape(-1)[part] for start, view in views.items()}
+        copies = {start: np.array(view) for start, view in views.items()}
+        arrays = [jax.device_put(copies[start], device) for device, start in self.starts.items()]
+        value = jax.make_array_from_single_device_arrays(shape, sharding, arrays)
         return jax.random.wrap_key_data(value, impl=self.key_impl) if self.key_impl else value
 
-    def put(self, step: int, start: int, value: jax.Array) -> None:
-        """Writes the flat array that `fetch` returns."""
-        for shard, piece in self._local(value).items():
-            self._put(step, shard, start, piece)
+    def replace(self, value: jax.Array) -> None:
+        """Overwrites the last step, which cannot be resumed any more; the next one can."""
+        self.files.store.forget()
+        self.put_all(self.files.store.step, value)
+
+    def local(self, value: jax.Array) -> Shards:
+        """Returns the shards of an array over the mesh."""
+        return {self.starts[shard.device]: shard.data for shard in value.addressable_shards}
+
+    def put(self, step: int, start: int, pieces: Shards) -> None:
+        """Writes flat pieces of shards that begin at element `start` of them."""
+        for shard, piece in pieces.items():
+            flat = self.files.store.view(step, self.keys[shard]).reshape(-1)
+            flat[start : start + piece.size] = np.asarray(piece)
 
     def put_all(self, step: int, value: jax.Array) -> None:
-        """Writes a stored array, with one piece in host memory at a time."""
-        value = jax.random.key_data(value) if self.key_impl else value
+        """Writes a stored array, with one piece of each shard in host memory at a time."""
+        shards = self.local(jax.random.key_data(value) if self.key_impl else value)
         most = self.files.most(self, self.dtype.itemsize)
-        for shard, data in self._local(value).items():
-            for start in range(0, self.size, most):
-                self._put(step, shard, start, _piece(data, start, min(most, self.size - start)))
-
-    def _put(self, step: int, shard: Start, start: int, piece: jax.Array) -> None:
-        self._view(shard, step).reshape(-1)[start : start + piece.size] = np.asarray(piece)
-
-    def _local(self, value: jax.Array) -> dict[Start, jax.Array]:
-        """Returns the shards of this process, each once."""
-        return {self.starts[shard.device]: shard.data for shard in value.addressable_shards}
+        for start in range(0, self.size, most):
+            size = min(most, self.size - start)
+            self.put(step, start, {x: _piece(data, start, size) for x, data in shards.items()})
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _piece(x: jax.Array, start: int | jax.Array, size: int) -> jax.Array:
     return jax.lax.dynamic_slice(x.reshape(-1), (start,), (size,))
-
-
-# Bytes in host memory, the first element, and new values by array.
-_Piece = tuple[int, int, list[tuple[FileArray, jax.Array]]]
 
 
 class StateFiles:
@@ -292,9 +266,6 @@ class StateFiles:
       next_guard: Returns the guard after a step from that before it and whether it counts.
       offload: The setting.
       resume: True if the files exist.
-
-    Attributes:
-      live_bytes: Bytes of pieces in host memory; `peak_bytes` is their maximum.
     """
 
     def __init__(
@@ -308,9 +279,8 @@ class StateFiles:
         *,
         resume: bool,
     ):
-        self.mesh, self.offload, self._tx, self._update = update.mesh, offload, tx, update
+        self.mesh, self._offload, self._tx, self._update = update.mesh, offload, tx, update
         self._guard, self._next_guard = guard, next_guard
-        self.live_bytes = self.peak_bytes = 0
         full = jax.eval_shape(layout.unpad, params)
         self.abstract = jax.eval_shape(tx.init, full)
         self.params = self._arrays("param", full, update.splits) if offload.params else []
@@ -331,19 +301,19 @@ class StateFiles:
     def _arrays(self, group: str, tree: PyTree, splits: Sequence[Partition]) -> list[FileArray]:
         arrays = []
         for i, (leaf, cut) in enumerate(zip(jax.tree.leaves(tree), splits, strict=True)):
-            name, impl = f"{group}{i}", None
+            impl = None
             if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 leaf, impl = jax.eval_shape(jax.random.key_data, leaf), layout.key_impl(leaf)
                 cut = partition(leaf.shape, 1)
-            arrays.append(FileArray(self, name, cut, leaf.dtype, impl))
+            arrays.append(FileArray(self, f"{group}{i}", cut, leaf.dtype, impl))
         return arrays
 
     def most(self, array: FileArray, element: int) -> int:
         """Returns the elements of a piece of a shard, each of so many bytes in host memory."""
-        most = self.offload.piece_bytes // element
-        if self.offload.host_bytes is not None:
+        most = self._offload.piece_bytes // element
+        if self._offload.host_bytes is not None:
             local_shards = len(array.keys)
-            most = min(most, self.offload.host_bytes // (2 * element * local_shards))
+            most = min(most, self._offload.host_bytes // (2 * element * local_shards))
         return max(1, most)
 
     def begin(self, params: PyTree) -> tuple["Stored", PyTree]:
@@ -388,10 +358,9 @@ class StateFiles:
             self.store.commit(step)
 
         def fetched(arrays: Sequence[FileArray], like: PyTree) -> PyTree:
-            values = [array.fetch_all(step) for array in arrays]
-            return jax.tree.unflatten(jax.tree.structure(like), values)
+            return jax.tree.unflatten(jax.tree.structure(like), [x.fetch(step) for x in arrays])
 
-        resident = [_padded(array.fetch_all(step), array.cut) for array in self.resident]
+        resident = [_padded(array.fetch(step), array.cut) for array in self.resident]
         params = fetched(self.params, params) if self.params else params
         return params, Stored(resident, self), fetched(self.guard, self._guard)
 
@@ -405,55 +374,45 @@ class StateFiles:
         loss: jax.Array,
     ) -> tuple[PyTree, "Stored", PyTree]:
         """Returns parameters, state and guard after a step, which is written to the other slot."""
-        old, treedef = jax.tree.flatten(params)
-        flat, now = jax.tree.leaves(grads), self.store.step
-        outputs, operands, guard = self._prepared(flat, stored.resident, old, guard, finite, loss)
-        new = [outputs.get(at, leaf) for at, leaf in enumerate(old)]
-
-        def updated() -> Iterator[_Piece]:
-            for at, recipe in self._update.recipes.items():
-                states = [self.state[i - len(old)] for i in recipe.outputs[1:]]
-                written = [*states, *self.params[at : at + 1]]
-                # States as read and as written; a master parameter is only written.
-                element = sum(x.dtype.itemsize for x in (*states, *written))
-                most, size = self.most(states[0], element), states[0].size
-                for start in range(0, size, most):
-                    stop = min(start + most, size)
-                    held = (stop - start) * element * len(states[0].keys)
-                    self.live_bytes += held
-                    self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-                    read = [array.fetch(now, start, stop) for array in states]
-                    program = self._programs(at, stop - start)
-                    new[at], *values = program(new[at], start, finite, read, flat[at], operands[at])
-                    yield held, start, list(zip(written, values, strict=False))
-
+        update, now = self._update, self.store.step
+        flat, (new, treedef) = jax.tree.leaves(grads), jax.tree.flatten(params)
+        count, first = len(new), update.first_param
+        resident = [i for i, streamed in enumerate(update.streamed, count) if not streamed]
+        inputs = dict(enumerate(flat)) | dict(enumerate((*new, loss), first))
+        inputs |= dict(zip(resident, jax.tree.leaves(stored.resident), strict=True))
+        outputs, operands, guard = self._prepared(inputs, guard, finite)
+        new = [outputs.get(at, leaf) for at, leaf in enumerate(new)]
         # A piece is written while the devices compute the next one.
-        for (held, start, pairs), _ in itertools.pairwise(itertools.chain(updated(), [(0, 0, [])])):
-            for array, value in pairs:
-                array.put(now + 1, start, value)
-            self.live_bytes -= held
-        leaves = [x for at, x in sorted(outputs.items()) if at >= len(old)]
-        resident = jax.tree.unflatten(jax.tree.structure(stored.resident), leaves)
-        stored = self._commit(now + 1, new, resident, guard)
+        unwritten: list[tuple[FileArray, int, jax.Array]] = []
+
+        def write() -> None:
+            for array, start, value in unwritten:
+                array.put(now + 1, start, array.local(value))
+
+        for at, recipe in update.recipes.items():
+            states = [self.state[i - count] for i in recipe.outputs[1:]]
+            written = [*states, *self.params[at : at + 1]]
+            # States as read and as written; a master parameter is only written.
+            most = self.most(states[0], sum(x.dtype.itemsize for x in (*states, *written)))
+            for start in range(0, states[0].size, most):
+                stop = min(start + most, states[0].size)
+                read = [array.fetch(now, slice(start, stop)) for array in states]
+                program = self._programs(at, stop - start)
+                new[at], *values = program(new[at], start, finite, read, flat[at], operands[at])
+                write()
+                unwritten = [(a, start, x) for a, x in zip(written, values, strict=False)]
+        write()
+        leaves = [outputs[i] for i in resident]
+        new_resident = jax.tree.unflatten(jax.tree.structure(stored.resident), leaves)
+        stored = self._commit(now + 1, new, new_resident, guard)
         return jax.tree.unflatten(treedef, new), stored, guard
 
     def _prepare(
-        self,
-        grads: Sequence[jax.Array],
-        resident: PyTree,
-        params: Sequence[jax.Array],
-        guard: PyTree,
-        finite: jax.Array,
-        loss: jax.Array,
+        self, inputs: Mapping[int, jax.Array], guard: PyTree, finite: jax.Array
     ) -> tuple[dict[int, jax.Array], dict[int, Operands], PyTree]:
         """Computes what is not updated in pieces, the operands of pieces, and the guard."""
-        update = self._update
-        numbers = (i for i, streamed in enumerate(update.streamed, len(params)) if not streamed)
-        inputs = dict(enumerate(grads))
-        inputs |= dict(zip(numbers, jax.tree.leaves(resident), strict=True))
-        inputs |= dict(enumerate((*params, loss), update.first_param))
-        values, operands = update.prepare(inputs)
-        outputs = update.outputs(values, inputs, finite, apply=True)
+        values, operands = self._update.prepare(inputs)
+        outputs = self._update.outputs(values, inputs, finite, apply=True)
         return outputs, operands, self._next_guard(guard, finite)
 
     def _program(self, at: int, size: int) -> Callable[..., tuple[jax.Array, ...]]:
@@ -491,7 +450,7 @@ class StateFiles:
         return jax.jit(mapped, donate_argnums=0)
 
 
-def _padded(value: jax.Array, cut: Partition) -> PyTree:
+def _padded(value: PyTree, cut: Partition) -> PyTree:
     return value if cut.dim is None or not cut.padded else Padded(value, cut.dim, cut.size)
 
 
@@ -511,10 +470,12 @@ class Stored:
     def unfolded(self) -> PyTree:
         """Returns the tree of the transformation, with a `FileArray` for each leaf in files."""
         resident = iter(self.resident)
-        nodes = [next(resident) if x in self.files.resident else x for x in self.files.state]
-        return jax.tree.unflatten(jax.tree.structure(self.files.abstract), nodes)
+        files = self.files
+        nodes = [next(resident) if x in files.resident else _padded(x, x.cut) for x in files.state]
+        return jax.tree.unflatten(jax.tree.structure(files.abstract), nodes)
 
     def folded(self, tree: PyTree) -> "Stored":
         """Returns the state of a tree like that of `unfolded`."""
         nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Padded))
-        return Stored([x for x in nodes if not isinstance(x, FileArray)], self.files)
+        pairs = zip(nodes, self.files.state, strict=True)
+        return Stored([node for node, x in pairs if x in self.files.resident], self.files)
