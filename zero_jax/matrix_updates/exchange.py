@@ -9,6 +9,7 @@ import functools
 import itertools
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -189,7 +190,7 @@ def _some(stack: jax.Array, first: int, count: int) -> jax.Array:
 
 
 class RowLayout:
-    """The content of a row: the matrices of a device, by kind and array.
+    """The content of a row: the pieces of a device's matrices, by kind and array.
 
     Args:
       pieces: For each kind, the partition of its arrays.
@@ -197,25 +198,18 @@ class RowLayout:
     """
 
     def __init__(self, pieces: Sequence[Sequence[Pieces]], loads: Sequence[Load]):
-        self._pieces, self._loads = pieces, loads
-        self._lengths: dict[DType, int] = {}
-        for load in loads:
-            for _, _, p, part in self._places(load):
-                self._lengths[p.dtype] = max(part.stop, self._lengths.get(p.dtype, 0))
+        self._arrays = [(kind, p) for kind, arrays in enumerate(pieces) for p in arrays]
+        self._numbers, self._loads = list(map(len, pieces)), loads
+        sizes = [[(p.dtype, load[kind] * p.size) for kind, p in self._arrays] for load in loads]
+        self._lengths = {
+            p.dtype: max(sum(n for dtype, n in row if dtype == p.dtype) for row in sizes)
+            for _, p in self._arrays
+        }
 
     @property
     def length(self) -> int:
         """Elements of a row, of all dtypes."""
         return sum(self._lengths.values())
-
-    def _places(self, load: Load) -> Iterator[tuple[int, int, Pieces, slice]]:
-        """Yields kind, array, its partition, and its slice in the row of its dtype."""
-        ends: dict[DType, int] = {}
-        for kind, (arrays, count) in enumerate(zip(self._pieces, load, strict=True)):
-            for at, p in enumerate(arrays):
-                start = ends.get(p.dtype, 0)
-                ends[p.dtype] = start + count * p.size
-                yield kind, at, p, slice(start, ends[p.dtype])
 
     def _joined(self, parts: Arrays) -> Rows:
         """Concatenates parts (..., n) of the same dtype, padded to the longest row."""
@@ -227,9 +221,20 @@ class RowLayout:
             rows[dtype] = jnp.concatenate(same, axis=-1)
         return rows
 
+    def _split(self, rows: Rows, at: int | slice, load: Load) -> Iterator[jax.Array]:
+        """Inverts `_joined` for a row or all rows of a device with this load."""
+        ends = Counter[DType]()
+        for kind, p in self._arrays:
+            start = ends[p.dtype]
+            ends[p.dtype] += load[kind] * p.size
+            yield rows[p.dtype][at, start : ends[p.dtype]]
+
+    def _by_kind(self, arrays: Iterator[jax.Array]) -> list[Arrays]:
+        return [list(itertools.islice(arrays, number)) for number in self._numbers]
+
     def sent(self, sharded: Sequence[Arrays]) -> Rows:
         """Returns a row for each device, of this device's pieces of all matrices."""
-        first, rows = [0] * len(self._pieces), []
+        first, rows = [0] * len(sharded), []
         for load in self._loads:
             kinds = zip(sharded, first, load, strict=True)
             rows.append(self._joined([_some(x, at, n) for arrays, at, n in kinds for x in arrays]))
@@ -238,11 +243,9 @@ class RowLayout:
 
     def received(self, rows: Rows, load: Load) -> list[Arrays]:
         """Returns the pieces (count, N, size) of a device's matrices, by kind and array."""
-        kinds: list[Arrays] = [[] for _ in self._pieces]
-        for kind, _, p, part in self._places(load):
-            pieces = rows[p.dtype][:, part].reshape(len(self._loads), load[kind], p.size)
-            kinds[kind].append(jnp.swapaxes(pieces, 0, 1))
-        return kinds
+        parts = zip(self._arrays, self._split(rows, slice(None), load), strict=True)
+        shaped = (x.reshape(len(self._loads), load[kind], p.size) for (kind, p), x in parts)
+        return self._by_kind(jnp.swapaxes(x, 0, 1) for x in shaped)
 
     def answered(self, results: Sequence[Arrays]) -> Rows:
         """Inverts `received`: returns a row for each device."""
@@ -251,11 +254,6 @@ class RowLayout:
 
     def returned(self, rows: Rows) -> list[Arrays]:
         """Returns this device's pieces of the results, from a row of each device, by kind."""
-        kinds: list[list[Arrays]] = [[[] for _ in arrays] for arrays in self._pieces]
-        for device, load in enumerate(self._loads):
-            for kind, at, p, part in self._places(load):
-                kinds[kind][at].append(rows[p.dtype][device, part])
-        return [
-            [jnp.concatenate(x).reshape(-1, *p.piece) for p, x in zip(arrays, parts, strict=True)]
-            for arrays, parts in zip(self._pieces, kinds, strict=True)
-        ]
+        devices = [list(self._split(rows, at, load)) for at, load in enumerate(self._loads)]
+        parts = zip(self._arrays, zip(*devices, strict=True), strict=True)
+        return self._by_kind(jnp.concatenate(x).reshape(-1, *p.piece) for (_, p), x in parts)

@@ -62,9 +62,10 @@ class ShardedProgram:
       closed: The update, with inlined calls.
       graph: The uses of its variables.
       dims: The sharded dims of each sharded variable.
-      across: The equations that need full matrices, each with the elements that a device would
+      moved: The equations that need full matrices, each with the elements that a device would
         receive for it from XLA: the results of a sum, twice, or an operand.
-      apart: The same for branches with several regions, each a jaxpr by itself.
+      across: Those of them that regions are made of: all but branches, each of which has regions
+        of its own.
     """
 
     def __init__(self, closed: jex.ClosedJaxpr, dims: Sequence[Dims]):
@@ -74,21 +75,15 @@ class ShardedProgram:
         self._analysis = ShardedDims(len(self._none))
         env = self._analysis.environment(closed, dims)
         self.dims = {v: d for v, d in env.items() if d != self._none}
-        self.across: dict[int, float] = {}
-        self.apart: dict[int, float] = {}
+        self.moved: dict[int, float] = {}
         for at in self.graph.where(lambda eqn: any(is_in(a, self.dims) for a in eqn.invars)):
-            eqn = self.graph.eqns[at]
-            if moved := self._moved(eqn):
-                (self.apart if self._is_apart(eqn) else self.across)[at] = moved
+            if moved := self._moved(self.graph.eqns[at]):
+                self.moved[at] = moved
+        self.across = [at for at in self.moved if self.graph.eqns[at].primitive.name != "cond"]
 
     def of(self, atom: Atom) -> Dims:
         """Returns the sharded dims of a value."""
         return self.dims.get(atom, self._none) if is_var(atom) else self._none
-
-    @property
-    def moved(self) -> float:
-        """Elements that a device would receive."""
-        return sum((*self.across.values(), *self.apart.values()))
 
     def _moved(self, eqn: jex.JaxprEqn) -> float:
         runs, name, values = jaxprs.bodies(eqn), eqn.primitive.name, list(map(self.of, eqn.invars))
@@ -96,24 +91,7 @@ class ShardedProgram:
             return sum(_moved_for(eqn, dims) for dims in zip(*values, strict=True))
         inputs = values[1:] if name == "cond" else self._analysis.body(eqn, values)[0]
         times = {"scan": eqn.params.get("length", 1), "while": _ITERATIONS, "cond": 1}[name]
-        return times * max(ShardedProgram(body, inputs).moved for body, _ in runs)
-
-    def _is_apart(self, eqn: jex.JaxprEqn) -> bool:
-        """Returns True for branches that are better interpreted than part of a region.
-
-        In a region all of their sharded values would be sent. This is too much if they have several
-        regions, or if the inputs and results of their regions are less than half of it.
-        """
-        if eqn.primitive.name != "cond":
-            return False
-        values = list(map(self.of, eqn.invars[1:]))
-        programs = [ShardedProgram(branch, values) for branch, _ in jaxprs.bodies(eqn)]
-        inside = [regions(program) for program in programs]
-        if any(program.apart for program in programs) or max(map(len, inside)) > 1:
-            return True
-        found = itertools.chain(*inside)
-        sent = _bytes(v for region in found for v in (*region.sharded, *region.results))
-        return _bytes(v for v in (*eqn.invars, *eqn.outvars) if is_in(v, self.dims)) > 2 * sent
+        return times * max(sum(ShardedProgram(body, inputs).moved.values()) for body, _ in runs)
 
 
 def _moved_for(eqn: jex.JaxprEqn, dims: Sequence[Dim]) -> float:
@@ -167,7 +145,7 @@ class _Regions:
                 tuple(results),
                 jaxprs.stretch(part, results, [*sharded, *replicated]),
                 frozenset(self._graph.made(after)),
-                sum(self._program.across.get(at, 0) for at in core),
+                sum(self._program.moved.get(at, 0) for at in core),
             )
 
     def _after(self, core: set[int]) -> list[int]:

@@ -103,8 +103,8 @@ class AssignedUpdate:
         self._program = program = ShardedProgram(closed, dims)
         self._jaxpr, self._axes = program.closed.jaxpr, axes
         self.exchanges: list[Exchange] = []
-        self.left = sum(n for n in program.across.values() if n < math.inf)
-        self._steps = self._planned() if program.across or program.apart else []
+        self.left = 0.0
+        self._steps = self._planned() if program.moved else []
 
     def __call__(self, *values: jax.Array) -> list[jax.Array]:
         env: Env = dict(zip(self._jaxpr.invars, values, strict=True))
@@ -116,8 +116,9 @@ class AssignedUpdate:
     def _planned(self) -> list[Callable[[Env], None]]:
         graph, steps = self._program.graph, list[Callable[[Env], None]]()
         pays = [one for one in map(units, regions(self._program)) if one.pays(self._axes.devices)]
-        self.left -= sum(one.region.moved for one in pays if one.region.moved < math.inf)
         equations = self._outside([one.region for one in pays])
+        moved = [self._program.moved[at] for at in self._program.across if at in equations]
+        self.left += sum(n for n in moved if n < math.inf)
         while equations or pays:
             results = [v for one in pays for v in one.region.results]
             blocked = set(graph.after(graph.made_by[v] for v in results))
@@ -150,7 +151,8 @@ class AssignedUpdate:
 
     def _step(self, at: int) -> Callable[[Env], None]:
         eqn = self._program.graph.eqns[at]
-        run = self._branches(eqn) if at in self._program.apart else jaxprs.function(eqn)
+        has_branches = at in self._program.moved and eqn.primitive.name == "cond"
+        run = self._branches(eqn) if has_branches else jaxprs.function(eqn)
 
         def step(env: Env) -> None:
             made = run(*(jaxprs.read(env, atom) for atom in eqn.invars))
