@@ -1,4 +1,9 @@
-"""Matrices sent to their assigned devices, and results sent back. Runs inside `shard_map`.
+"""Matrices sent to their assigned devices, and results sent back.
+
+Regions are grouped into kinds of matrices. All kinds are assigned together, for a balanced load.
+Each device gets an equal number of a kind. The rest goes, the most expensive first, to the device
+with the least work. Matrices of a kind on one device are consecutive, so they are sent as one
+piece.
 
 Each device has a piece of every matrix. It sends a row to each device, with its pieces of the
 matrices assigned to that device, and receives a row of results: two all-to-alls of N rows, as long
@@ -8,104 +13,51 @@ as the longest. Only the matrices that a device computes are full.
 import functools
 import itertools
 import math
-import operator
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Hashable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
-Arrays = list[jax.Array]
-DType = np.dtype[Any]
-# Rows of all devices by dtype, (N, length).
-Rows = dict[DType, jax.Array]
-# The number of matrices of each kind that a device is assigned.
-Load = tuple[int, ...]
+from zero_jax.matrix_updates.pieces import Arrays, Load, Pieces, RowLayout, Rows
+from zero_jax.matrix_updates.regions import ShardedProgram
+from zero_jax.matrix_updates.units import Units
+from zero_jax.sharding.mesh import AnyMesh
+from zero_jax.tracing import jaxpr as jaxprs
+from zero_jax.tracing.dataflow import Dim
+from zero_jax.tracing.jaxpr import dtype_of, shape_of
+
+Env = MutableMapping[jex.Var, jax.Array]
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """The partition of matrices of one shape.
+class Axes:
+    """The mesh axes over which an update is sharded.
 
     Attributes:
-      shape: Logical shape of a matrix: any array of rank 1 or more.
-      dtype: Dtype of an element.
-      axes: For each dim the mesh axes that shard it; each axis shards one dim.
-      sizes: Sizes of the mesh axes, in the order in which devices are numbered.
-
-    >>> rows = Pieces((5, 3), jnp.dtype("float32"), (("data",), ()), (("data", 2),))
-    >>> rows.piece, rows.size, rows.stack_spec == PartitionSpec(None, "data", None)
-    ((3, 3), 9, True)
+      mesh: The mesh.
+      groups: Groups of axes; `Dims` has a dim for each, which all axes of the group shard.
     """
 
-    shape: tuple[int, ...]
-    dtype: DType
-    axes: tuple[tuple[str, ...], ...]
-    sizes: tuple[tuple[str, int], ...]
+    mesh: AnyMesh
+    groups: tuple[tuple[str, ...], ...]
 
     @property
-    def piece(self) -> tuple[int, ...]:
-        """Shape of a device's piece of a matrix, padding included."""
-        pairs = zip(self.shape, self._over, strict=True)
-        return tuple(-(-n // math.prod(over)) for n, over in pairs)
+    def names(self) -> tuple[str, ...]:
+        """All axes."""
+        return tuple(itertools.chain(*self.groups))
 
     @property
-    def size(self) -> int:
-        """Elements of a piece."""
-        return math.prod(self.piece)
+    def sizes(self) -> tuple[tuple[str, int], ...]:
+        """Each axis with its size."""
+        return tuple((name, self.mesh.shape[name]) for name in self.names)
 
     @property
-    def stack_spec(self) -> PartitionSpec:
-        """Partition of matrices stacked along a dim 0, for `shard_map`."""
-        return PartitionSpec(None, *(names or None for names in self.axes))
-
-    @property
-    def _over(self) -> list[list[int]]:
-        sizes = dict(self.sizes)
-        return [[sizes[name] for name in names] for names in self.axes]
-
-    @property
-    def _padded(self) -> list[int]:
-        pairs = zip(self.piece, self._over, strict=True)
-        return [n * math.prod(over) for n, over in pairs]
-
-    @property
-    def _order(self) -> list[int]:
-        """Permutation of (devices by axis, piece by dim) that groups them by dim."""
-        at = {name: i for i, (name, _) in enumerate(self.sizes)}
-        together = ((*(at[n] for n in names), len(at) + d) for d, names in enumerate(self.axes))
-        return list(itertools.chain(*together))
-
-    def padded(self, x: jax.Array) -> jax.Array:
-        """Returns a matrix, or a stack along dim 0, padded with zeros."""
-        own = zip(x.shape[-len(self.shape) :], self._padded, strict=True)
-        stacked = [(0, 0)] * (x.ndim - len(self.shape))
-        return jnp.pad(x, [*stacked, *((0, n - size) for size, n in own)])
-
-    def stripped(self, x: jax.Array) -> jax.Array:
-        """Inverts `padded`."""
-        shape = (*x.shape[: x.ndim - len(self.shape)], *self.shape)
-        return jax.lax.slice(x, [0] * x.ndim, shape)
-
-    def join(self, pieces: jax.Array) -> jax.Array:
-        """Returns a matrix, given the pieces of all devices (N, size)."""
-        by_axis = pieces.reshape(*(n for _, n in self.sizes), *self.piece)
-        return self.stripped(by_axis.transpose(self._order).reshape(self._padded))
-
-    def part(self, matrix: jax.Array) -> jax.Array:
-        """Inverts `join`."""
-        pairs = zip(self._over, self.piece, strict=True)
-        split = itertools.chain(*((*over, n) for over, n in pairs))
-        by_dim = self.padded(matrix).reshape(list(split))
-        return by_dim.transpose(_inverse(self._order)).reshape(-1, self.size)
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    return sorted(range(len(order)), key=order.__getitem__)
+    def devices(self) -> int:
+        """N, the number of devices that an array is sharded over."""
+        return math.prod(size for _, size in self.sizes)
 
 
 @dataclass(frozen=True)
@@ -113,53 +65,178 @@ class Kind:
     """Matrices with the same computation.
 
     Attributes:
-      one: The computation for one matrix: (index, sharded, replicated) to results.
-      sharded: Partition of the sharded inputs.
-      results: Partition of the results.
+      regions: The regions that have them, taken apart.
+      sharded: Partition of the sharded inputs of a matrix.
+      results: Partition of its results.
       counts: Number of matrices of each device.
     """
 
-    one: Callable[[jax.Array, Arrays, Arrays], Arrays]
+    regions: Sequence[Units]
     sharded: tuple[Pieces, ...]
     results: tuple[Pieces, ...]
-    counts: tuple[int, ...]
+    counts: Load
 
     def first(self, device: int) -> int:
         """Returns the first matrix of a device."""
         return sum(self.counts[:device])
 
+    def stacks(self, one: Units, env: Env) -> Arrays:
+        """Returns the sharded inputs of a region, with the matrices along dim 0, padded."""
+        pairs = zip(one.region.sharded, self.sharded, strict=True)
+        return [p.padded(env[var].reshape(one.count, *p.shape)) for var, p in pairs]
 
-def exchange(
-    kinds: Sequence[Kind], axes: tuple[str, ...], sharded: list[Arrays], replicated: list[Arrays]
-) -> list[Arrays]:
-    """Computes all matrices, each on its assigned device.
+    def apart(self, results: Arrays) -> list[Arrays]:
+        """Returns the results of each region."""
+        ends = itertools.accumulate((one.count for one in self.regions), initial=0)
+        return [[x[first:end] for x in results] for first, end in itertools.pairwise(ends)]
+
+    def each(self, first: jax.Array, sharded: Arrays, replicated: Arrays) -> Arrays:
+        """Computes the matrices of this device, from and to pieces of all devices.
+
+        Args:
+          first: The number of the first one.
+          sharded: Pieces (count, N, size).
+          replicated: The inputs that each device has in full.
+        """
+        like, (count, devices) = self.regions[0], sharded[0].shape[:2]
+        shapes = [aval.shape for aval in like.one.in_avals[1:]]
+        run = jaxprs.as_function(like.one)
+
+        def one(numbered: tuple[jax.Array, Arrays]) -> Arrays:
+            index, pieces = numbered
+            full = [p.join(x) for p, x in zip(self.sharded, pieces, strict=True)]
+            stacks = [x.reshape(shape) for x, shape in zip(full, shapes, strict=False)]
+            # Factors that two regions share count the matrices of each of them.
+            results = run(index % like.count, *stacks, *replicated)
+            matrices = [x.reshape(p.shape) for x, p in zip(results, self.results, strict=True)]
+            return [p.part(x) for p, x in zip(self.results, matrices, strict=True)]
+
+        if count == 0:
+            return [jnp.zeros((0, devices, p.size), p.dtype) for p in self.results]
+        return jax.lax.map(one, (first + jnp.arange(count), sharded))
+
+
+# Equal for regions of a kind: the partition of inputs and results, and the operations.
+_Alike = tuple[tuple[Pieces, ...], tuple[Pieces, ...], Hashable]
+
+
+class Exchange:
+    """Regions that run together.
 
     Args:
-      kinds: The kinds of matrices.
-      axes: The mesh axes that number devices.
-      sharded: For each kind, this device's pieces of its matrices, stacked.
-      replicated: For each kind, the inputs that each device has in full.
+      regions: The regions, taken apart, independent of each other.
+      program: The update, with the partition of its values.
+      axes: The mesh axes.
 
-    Returns:
-      For each kind, this device's pieces of the results, stacked.
+    Attributes:
+      kinds: The kinds of matrices, with the number that each device has.
     """
-    loads: list[Load] = list(zip(*(kind.counts for kind in kinds), strict=True))
-    there = RowLayout([k.sharded for k in kinds], loads)
-    back = RowLayout([k.results for k in kinds], loads)
-    received = _to_all(there.sent(sharded), axes)
-    me = jax.lax.axis_index(axes)
-    firsts = [jnp.asarray([k.first(o) for o in range(len(loads))])[me] for k in kinds]
 
-    def work(load: Load, received: Rows) -> Rows:
-        parts = zip(kinds, firsts, there.received(received, load), replicated, strict=True)
-        return back.answered([_each(*part) for part in parts])
+    def __init__(self, regions: Sequence[Units], program: ShardedProgram, axes: Axes):
+        self._axes, self._program = axes, program
+        groups: dict[_Alike, list[Units]] = {}
+        for one in regions:
+            sides = zip((one.region.sharded, one.region.results), one.stacks, strict=True)
+            sharded, results = (tuple(map(self._pieces, *side)) for side in sides)
+            alike = sharded, results, (one.region.replicated, one.program)
+            groups.setdefault(alike, []).append(one)
+        costs = [(sum(one.count for one in group), group[0].flops) for group in groups.values()]
+        self._loads = assign(costs, axes.devices)
+        self.kinds = [
+            Kind(group, sharded, results, counts)
+            for ((sharded, results, _), group), counts in zip(
+                groups.items(), zip(*self._loads, strict=True), strict=True
+            )
+        ]
+        self._there = RowLayout([kind.sharded for kind in self.kinds], self._loads)
+        self._back = RowLayout([kind.results for kind in self.kinds], self._loads)
 
-    # Devices with equal numbers of each kind run the same program.
-    alike = sorted(set(loads))
-    branches = [functools.partial(work, load) for load in alike]
-    which = jnp.asarray([alike.index(load) for load in loads])[me]
-    made = jax.lax.switch(which, branches, received)
-    return back.returned(_to_all(made, axes))
+    @property
+    def sent(self) -> int:
+        """Elements that a device sends: a row to each device, in each direction."""
+        return len(self._loads) * (self._there.length + self._back.length)
+
+    @property
+    def traced(self) -> jex.ClosedJaxpr:
+        """The exchange as a jaxpr of the inputs of its regions."""
+        regions = [one.region for kind in self.kinds for one in kind.regions]
+        read = [v for region in regions for v in region.closed.jaxpr.invars]
+
+        def run(*values: jax.Array) -> list[jax.Array]:
+            env: Env = dict(zip(read, values, strict=True))
+            self(env)
+            return [env[v] for region in regions for v in region.results]
+
+        return jax.make_jaxpr(run)(*(v.aval for v in read))
+
+    def _pieces(self, var: jex.Var, stack: Dim) -> Pieces:
+        """Returns the partition of a value over all axes.
+
+        Axes that do not shard it split the dim that others do, or the longest one.
+        """
+        shape = shape_of(var)
+        kept = [d for d in range(len(shape)) if d != stack]
+        sharded = [d if d in kept else None for d in self._program.of(var)]
+        longest = max(kept, key=shape.__getitem__, default=None)
+        first = next((d for d in sharded if d is not None), longest)
+        axes: dict[Dim, list[str]] = {}
+        for names, d in zip(self._axes.groups, sharded, strict=True):
+            axes.setdefault(first if d is None else d, []).extend(names)
+        # A number for each matrix is padded to one for each device.
+        over = tuple(tuple(axes.get(d, ())) for d in kept) or (self._axes.names,)
+        matrix = tuple(shape[d] for d in kept) or (1,)
+        return Pieces(matrix, dtype_of(var), over, self._axes.sizes)
+
+    def __call__(self, env: Env) -> None:
+        """Runs the regions on the values of variables, and adds their results."""
+        kinds = self.kinds
+        in_specs = [[[p.stack_spec for p in kind.sharded]] * len(kind.regions) for kind in kinds]
+        out_specs = [[[p.stack_spec for p in kind.results]] * len(kind.regions) for kind in kinds]
+        mapped = jax.shard_map(
+            self._on_device,
+            mesh=self._axes.mesh,
+            in_specs=(in_specs, PartitionSpec()),
+            out_specs=out_specs,
+            axis_names=set(self._axes.names),
+            check_vma=False,
+        )
+        sharded = [[kind.stacks(one, env) for one in kind.regions] for kind in kinds]
+        replicated = [[env[v] for v in kind.regions[0].region.replicated] for kind in kinds]
+        for kind, parts in zip(kinds, mapped(sharded, replicated), strict=True):
+            for one, arrays in zip(kind.regions, parts, strict=True):
+                results = zip(one.region.results, one.stacks[1], kind.results, arrays, strict=True)
+                for var, stack, p, x in results:
+                    env[var] = jnp.moveaxis(p.stripped(x), 0, stack or 0).reshape(shape_of(var))
+
+    def _on_device(
+        self, sharded: list[list[Arrays]], replicated: list[Arrays]
+    ) -> list[list[Arrays]]:
+        """Computes all matrices, each on its assigned device.
+
+        Args:
+          sharded: For each kind and region, this device's pieces of its matrices, stacked.
+          replicated: For each kind, the inputs that each device has in full.
+
+        Returns:
+          This device's pieces of the results, like `sharded`.
+        """
+        kinds, loads, axes = self.kinds, self._loads, self._axes.names
+        joined = [[jnp.concatenate(x) for x in zip(*parts, strict=True)] for parts in sharded]
+        received = _to_all(self._there.sent(joined), axes)
+        me = jax.lax.axis_index(axes)
+        firsts = [jnp.asarray([k.first(o) for o in range(len(loads))])[me] for k in kinds]
+
+        def work(load: Load, received: Rows) -> Rows:
+            pieces = self._there.received(received, load)
+            parts = zip(kinds, firsts, pieces, replicated, strict=True)
+            return self._back.answered([kind.each(at, x, same) for kind, at, x, same in parts])
+
+        # Devices with equal numbers of each kind run the same program.
+        alike = sorted(set(loads))
+        branches = [functools.partial(work, load) for load in alike]
+        which = jnp.asarray([alike.index(load) for load in loads])[me]
+        rows = _to_all(jax.lax.switch(which, branches, received), axes)
+        return [kind.apart(x) for kind, x in zip(kinds, self._back.returned(rows), strict=True)]
 
 
 def _to_all(rows: Rows, axes: tuple[str, ...]) -> Rows:
@@ -170,90 +247,21 @@ def _to_all(rows: Rows, axes: tuple[str, ...]) -> Rows:
     }
 
 
-def _each(kind: Kind, first: jax.Array, sharded: Arrays, replicated: Arrays) -> Arrays:
-    """Computes a kind's matrices of this device, from and to the pieces of all (count, N, size)."""
-
-    def one(numbered: tuple[jax.Array, Arrays]) -> Arrays:
-        index, pieces = numbered
-        full = [p.join(x) for p, x in zip(kind.sharded, pieces, strict=True)]
-        results = kind.one(index, full, replicated)
-        return [p.part(x) for p, x in zip(kind.results, results, strict=True)]
-
-    count, devices = sharded[0].shape[:2]
-    if count == 0:
-        return [jnp.zeros((0, devices, p.size), p.dtype) for p in kind.results]
-    return jax.lax.map(one, (first + jnp.arange(count), sharded))
-
-
-def _some(stack: jax.Array, first: int, count: int) -> jax.Array:
-    return jax.lax.slice_in_dim(stack, first, first + count).reshape(-1)
-
-
-class RowLayout:
-    """The content of a row: the pieces of a device's matrices, by kind and array.
+def assign(kinds: Sequence[tuple[int, int]], devices: int) -> list[Load]:
+    """Returns the number of matrices of each kind for each device.
 
     Args:
-      pieces: For each kind, the partition of its arrays.
-      loads: For each device, the number of matrices of each kind.
+      kinds: The number of matrices of each kind, and the FLOPs of one.
+      devices: Number of devices.
+
+    >>> assign([(5, 10), (1, 7), (3, 4)], 2)
+    [(3, 0, 1), (2, 1, 2)]
     """
-
-    def __init__(self, pieces: Sequence[Sequence[Pieces]], loads: Sequence[Load]):
-        self._arrays = [(kind, p) for kind, arrays in enumerate(pieces) for p in arrays]
-        self._numbers, self._loads = list(map(len, pieces)), loads
-        sizes = [[(p.dtype, load[kind] * p.size) for kind, p in self._arrays] for load in loads]
-        self._lengths = {
-            p.dtype: max(sum(n for dtype, n in row if dtype == p.dtype) for row in sizes)
-            for _, p in self._arrays
-        }
-
-    @property
-    def length(self) -> int:
-        """Elements of a row, of all dtypes."""
-        return sum(self._lengths.values())
-
-    def _joined(self, parts: Arrays) -> Rows:
-        """Concatenates parts (..., n) of the same dtype, padded to the longest row."""
-        rows = {}
-        for dtype, length in self._lengths.items():
-            same = [x for x in parts if x.dtype == dtype]
-            fill = length - sum(x.shape[-1] for x in same)
-            same.append(jnp.zeros((*same[0].shape[:-1], fill), dtype))
-            rows[dtype] = jnp.concatenate(same, axis=-1)
-        return rows
-
-    def _split(self, rows: Rows, at: int | slice, load: Load) -> Iterator[jax.Array]:
-        """Inverts `_joined` for a row or all rows of a device with this load."""
-        ends = Counter[DType]()
-        for kind, p in self._arrays:
-            start = ends[p.dtype]
-            ends[p.dtype] += load[kind] * p.size
-            yield rows[p.dtype][at, start : ends[p.dtype]]
-
-    def _by_kind(self, arrays: Iterator[jax.Array]) -> list[Arrays]:
-        return [list(itertools.islice(arrays, number)) for number in self._numbers]
-
-    def sent(self, sharded: Sequence[Arrays]) -> Rows:
-        """Returns a row for each device, of this device's pieces of all matrices."""
-        first, rows = [0] * len(sharded), []
-        for load in self._loads:
-            kinds = zip(sharded, first, load, strict=True)
-            rows.append(self._joined([_some(x, at, n) for arrays, at, n in kinds for x in arrays]))
-            first = list(map(operator.add, first, load))
-        return {dtype: jnp.stack([row[dtype] for row in rows]) for dtype in self._lengths}
-
-    def received(self, rows: Rows, load: Load) -> list[Arrays]:
-        """Returns the pieces (count, N, size) of a device's matrices, by kind and array."""
-        parts = zip(self._arrays, self._split(rows, slice(None), load), strict=True)
-        shaped = (x.reshape(len(self._loads), load[kind], p.size) for (kind, p), x in parts)
-        return self._by_kind(jnp.swapaxes(x, 0, 1) for x in shaped)
-
-    def answered(self, results: Sequence[Arrays]) -> Rows:
-        """Inverts `received`: returns a row for each device."""
-        flat = itertools.chain(*results)
-        return self._joined([jnp.swapaxes(x, 0, 1).reshape(len(self._loads), -1) for x in flat])
-
-    def returned(self, rows: Rows) -> list[Arrays]:
-        """Returns this device's pieces of the results, from a row of each device, by kind."""
-        devices = [list(self._split(rows, at, load)) for at, load in enumerate(self._loads)]
-        parts = zip(self._arrays, zip(*devices, strict=True), strict=True)
-        return self._by_kind(jnp.concatenate(x).reshape(-1, *p.piece) for (_, p), x in parts)
+    counts = [[total // devices for total, _ in kinds] for _ in range(devices)]
+    load = [sum(total // devices * cost for total, cost in kinds)] * devices
+    rest = [kind for kind, (total, _) in enumerate(kinds) for _ in range(total % devices)]
+    for kind in sorted(rest, key=lambda kind: -kinds[kind][1]):
+        device = min(range(devices), key=load.__getitem__)
+        counts[device][kind] += 1
+        load[device] += kinds[kind][1]
+    return list(map(tuple, counts))

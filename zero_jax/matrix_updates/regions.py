@@ -79,7 +79,8 @@ class ShardedProgram:
         for at in self.graph.where(lambda eqn: any(is_in(a, self.dims) for a in eqn.invars)):
             if moved := self._moved(self.graph.eqns[at]):
                 self.moved[at] = moved
-        self.across = [at for at in self.moved if self.graph.eqns[at].primitive.name != "cond"]
+        branches = self.graph.where(lambda eqn: eqn.primitive.name == "cond")
+        self.across = [at for at in self.moved if at not in branches]
 
     def of(self, atom: Atom) -> Dims:
         """Returns the sharded dims of a value."""

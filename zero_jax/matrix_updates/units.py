@@ -58,7 +58,8 @@ class Units:
     Attributes:
       region: The region.
       count: Number of matrices; 1 where the whole region is one.
-      one: The operations for one of them, traced: (index, sharded, replicated) to results.
+      one: The operations for one of them, traced: (index, *sharded, *replicated) to results, with
+        stacks of 1.
       stacks: The dim that counts matrices, or None, of each of `sharded` and of `results`.
     """
 
@@ -66,12 +67,6 @@ class Units:
     count: int
     one: jex.ClosedJaxpr
     stacks: tuple[tuple[Dim, ...], tuple[Dim, ...]]
-
-    def run(
-        self, index: jax.Array, sharded: Sequence[jax.Array], replicated: Sequence[jax.Array]
-    ) -> list[jax.Array]:
-        """Returns the results for matrix `index`, with stacks of 1."""
-        return jaxprs.as_function(self.one)(index, *sharded, *replicated)
 
     @property
     def flops(self) -> int:

@@ -8,7 +8,7 @@ import jax
 import jax.extend.core as jex
 from jax.sharding import AbstractMesh
 
-from zero_jax.matrix_updates.assign import Axes, Env, Exchange
+from zero_jax.matrix_updates.exchange import Axes, Env, Exchange
 from zero_jax.matrix_updates.regions import Region, ShardedProgram, regions
 from zero_jax.matrix_updates.units import units
 from zero_jax.sharding.mesh import MODEL, REPLICA, AnyMesh, data_axis, model_size, names
