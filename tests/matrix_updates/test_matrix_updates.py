@@ -13,7 +13,7 @@ from problems import ulps
 import zero_jax
 from zero_jax.hlo import collectives
 from zero_jax.matrix_updates.exchange import assign
-from zero_jax.matrix_updates.regions import ShardedProgram, regions
+from zero_jax.matrix_updates.regions import ShardedProgram
 from zero_jax.matrix_updates.units import units
 from zero_jax.plan import update
 
@@ -222,7 +222,7 @@ def test_each_matrix_is_sent_twice_and_never_gathered():
 
 
 def found(fn, *args, dims):
-    return regions(ShardedProgram(jax.make_jaxpr(fn)(*args), [(d,) for d in dims]))
+    return list(ShardedProgram(jax.make_jaxpr(fn)(*args), [(d,) for d in dims]).regions())
 
 
 def test_a_product_needs_full_matrices_where_a_device_lacks_something():

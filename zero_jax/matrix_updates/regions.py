@@ -6,6 +6,7 @@ all that lie between them. Its inputs and results at the edges are communicated,
 neighbours where that makes them smaller.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,7 +33,7 @@ _SMALL = 64
 
 @dataclass(frozen=True)
 class Region:
-    """Operations that need full matrices; see `regions`.
+    """Operations that need full matrices, and all between them.
 
     Attributes:
       sharded: Sharded inputs, which are sent to the assigned devices.
@@ -94,6 +95,68 @@ class ShardedProgram:
         times = {"scan": eqn.params.get("length", 1), "while": _ITERATIONS, "cond": 1}[name]
         return times * max(sum(ShardedProgram(body, inputs).moved.values()) for body, _ in runs)
 
+    def regions(self) -> Iterator[Region]:
+        """Yields the regions. No region reads its results through other equations."""
+        for core in self.graph.connected(self._core):
+            after = _grown(core, self._after(core), lambda s: _bytes(self.graph.results(s)))
+            full = _grown(after, self._before(after), lambda s: _bytes(self._sharded(s)))
+            sharded, part = self._sharded(full), self.graph.part(full)
+            if not sharded:
+                continue  # a product of vectors
+            replicated = [v for v in jaxprs.inputs_of(part) if v not in sharded]
+            # Operations included before the core are computed outside too, for other readers.
+            results = self.graph.results(after)
+            yield Region(
+                tuple(sharded),
+                tuple(replicated),
+                tuple(results),
+                jaxprs.stretch(part, results, [*sharded, *replicated]),
+                frozenset(self.graph.made(after)),
+                sum(self.moved.get(at, 0) for at in core),
+            )
+
+    @functools.cached_property
+    def _core(self) -> set[int]:
+        return set(self.graph.between(self.across))
+
+    @functools.cached_property
+    def _below(self) -> set[jex.Var]:
+        return set(self.graph.made(self.graph.after(self._core)))
+
+    def _after(self, core: set[int]) -> list[int]:
+        """Returns elementwise equations behind the core that read its values and full ones."""
+        had = {*self.graph.made(core), *self._sharded(core)}
+        positions = []
+        for at in self.graph.positions[min(core) + 1 :]:
+            eqn = self.graph.eqns[at]
+            read = jaxprs.variables([eqn])
+            known = all(v in had or self._is_outside(v) for v in read)
+            if at not in self._core and _is_simple(eqn) and known and not had.isdisjoint(read):
+                positions.append(at)
+                had.update(eqn.outvars)
+        return positions
+
+    def _is_outside(self, var: jex.Var) -> bool:
+        """Returns True if every device has it in full before any region has run."""
+        return var not in self.dims and var not in self._below
+
+    def _before(self, region: set[int]) -> list[int]:
+        """Returns equations that a region could include before its first one, the last first."""
+        wanted, positions = set(self._sharded(region)), []
+        for at in reversed(range(max(region))):
+            eqn = self.graph.eqns[at]
+            if at not in self._core and _is_simple(eqn) and not wanted.isdisjoint(eqn.outvars):
+                positions.append(at)
+                wanted.update(v for v in jaxprs.variables([eqn]) if v in self.dims)
+        return [at for at in positions if at not in region]
+
+    def _sharded(self, region: set[int]) -> list[jex.Var]:
+        """Returns the sharded inputs, except for small ones, which all devices can have in full."""
+        read = jaxprs.inputs_of(self.graph.part(region))
+        cut = [v for v in read if v in self.dims]
+        most = max(map(jaxprs.bytes_of, cut), default=0)
+        return [v for v in cut if len(shape_of(v)) > 1 and jaxprs.bytes_of(v) * _SMALL > most]
+
 
 def _moved_for(eqn: jex.JaxprEqn, dims: Sequence[Dim]) -> float:
     """Returns the elements that a device receives for an operation on operands sharded so."""
@@ -117,71 +180,6 @@ def _received(eqn: jex.JaxprEqn, dims: Sequence[Dim]) -> Sequence[Atom]:
     if lhs is None or rhs is None:
         return []
     return [eqn.invars[0 if summed[0] else 1]]
-
-
-def regions(program: ShardedProgram) -> list[Region]:
-    """Returns the regions of a program. No region reads its results through other equations."""
-    return list(_Regions(program).found())
-
-
-class _Regions:
-    def __init__(self, program: ShardedProgram):
-        self._program, self._graph = program, program.graph
-        self._core = set(self._graph.between(program.across))
-        self._below = set(self._graph.made(self._graph.after(self._core)))
-
-    def found(self) -> Iterator[Region]:
-        for core in self._graph.connected(self._core):
-            after = _grown(core, self._after(core), lambda s: _bytes(self._graph.results(s)))
-            full = _grown(after, self._before(after), lambda s: _bytes(self._sharded(s)))
-            sharded, part = self._sharded(full), self._graph.part(full)
-            if not sharded:
-                continue  # a product of vectors
-            replicated = [v for v in jaxprs.inputs_of(part) if v not in sharded]
-            # Operations included before the core are computed outside too, for other readers.
-            results = self._graph.results(after)
-            yield Region(
-                tuple(sharded),
-                tuple(replicated),
-                tuple(results),
-                jaxprs.stretch(part, results, [*sharded, *replicated]),
-                frozenset(self._graph.made(after)),
-                sum(self._program.moved.get(at, 0) for at in core),
-            )
-
-    def _after(self, core: set[int]) -> list[int]:
-        """Returns elementwise equations behind the core that read its values and full ones."""
-        had = {*self._graph.made(core), *self._sharded(core)}
-        positions = []
-        for at in self._graph.positions[min(core) + 1 :]:
-            eqn = self._graph.eqns[at]
-            read = jaxprs.variables([eqn])
-            known = all(v in had or self._is_outside(v) for v in read)
-            if at not in self._core and _is_simple(eqn) and known and not had.isdisjoint(read):
-                positions.append(at)
-                had.update(eqn.outvars)
-        return positions
-
-    def _is_outside(self, var: jex.Var) -> bool:
-        """Returns True if every device has it in full before any region has run."""
-        return var not in self._program.dims and var not in self._below
-
-    def _before(self, region: set[int]) -> list[int]:
-        """Returns equations that a region could include before its first one, the last first."""
-        wanted, positions = set(self._sharded(region)), []
-        for at in reversed(range(max(region))):
-            eqn = self._graph.eqns[at]
-            if at not in self._core and _is_simple(eqn) and not wanted.isdisjoint(eqn.outvars):
-                positions.append(at)
-                wanted.update(v for v in jaxprs.variables([eqn]) if v in self._program.dims)
-        return [at for at in positions if at not in region]
-
-    def _sharded(self, region: set[int]) -> list[jex.Var]:
-        """Returns the sharded inputs, except for small ones, which all devices can have in full."""
-        read = jaxprs.inputs_of(self._graph.part(region))
-        cut = [v for v in read if v in self._program.dims]
-        most = max(map(jaxprs.bytes_of, cut), default=0)
-        return [v for v in cut if len(shape_of(v)) > 1 and jaxprs.bytes_of(v) * _SMALL > most]
 
 
 def _grown(region: set[int], more: list[int], sent: Callable[[set[int]], int]) -> set[int]:

@@ -1,5 +1,6 @@
 """An update whose matrix operations run on assigned devices; the rest stays on shards."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ import jax.extend.core as jex
 from jax.sharding import AbstractMesh
 
 from zero_jax.matrix_updates.exchange import Axes, Env, Exchange
-from zero_jax.matrix_updates.regions import Region, ShardedProgram, regions
+from zero_jax.matrix_updates.regions import Region, ShardedProgram
 from zero_jax.matrix_updates.units import units
 from zero_jax.sharding.mesh import MODEL, REPLICA, AnyMesh, data_axis, model_size, names
 from zero_jax.sharding.partition import Partition, partition
@@ -115,7 +116,7 @@ class AssignedUpdate:
 
     def _planned(self) -> list[Callable[[Env], None]]:
         graph, steps = self._program.graph, list[Callable[[Env], None]]()
-        pays = [one for one in map(units, regions(self._program)) if one.pays(self._axes.devices)]
+        pays = [one for one in map(units, self._program.regions()) if one.pays(self._axes.devices)]
         equations = self._outside([one.region for one in pays])
         moved = [self._program.moved[at] for at in self._program.across if at in equations]
         self.left += sum(n for n in moved if n < math.inf)
@@ -135,19 +136,14 @@ class AssignedUpdate:
 
     def _outside(self, inside: Sequence[Region]) -> list[int]:
         """Returns the equations that run outside of regions."""
-        made = frozenset[jex.Var]().union(*(region.made for region in inside))
-        inputs = [v for region in inside for v in region.closed.jaxpr.invars]
-
-        def runs(eqn: jex.JaxprEqn, used: Sequence[bool]) -> bool:
-            return made.isdisjoint(eqn.outvars) and (any(used) or bool(eqn.effects))
-
-        graph = self._program.graph
-        wanted = needed(
-            graph.eqns,
-            [*self._jaxpr.outvars, *inputs],
-            lambda eqn, used: [runs(eqn, used)] * len(eqn.invars),
-        )
-        return graph.where(lambda eqn: runs(eqn, [v in wanted for v in eqn.outvars]))
+        graph, made = self._program.graph, set[jex.Var]().union(*(one.made for one in inside))
+        outside = graph.where(lambda eqn: made.isdisjoint(eqn.outvars))
+        part = graph.part(outside)
+        read = [*self._jaxpr.outvars, *(v for one in inside for v in one.closed.jaxpr.invars)]
+        read += jaxprs.variables(eqn for eqn in part if eqn.effects)
+        wanted = needed(part, read)
+        runs = (bool(eqn.effects) or not wanted.isdisjoint(eqn.outvars) for eqn in part)
+        return list(itertools.compress(outside, runs))
 
     def _step(self, at: int) -> Callable[[Env], None]:
         eqn = self._program.graph.eqns[at]
