@@ -76,14 +76,14 @@ def one(folder: str, base: str, address: str, index: str) -> None:
     zero = zero_jax.Zero(zero_jax.make_mesh(), stage=3, frozen=text.frozen)
     like = zero.eval_shape(text.make)
     like = like["base"] if base else like
-    read, count = safetensor_files.Folder.read, [0]
+    read, count = safetensor_files.Files.read, [0]
 
     def counted(*args):
         part = read(*args)
         count[0] += part.nbytes
         return part
 
-    safetensor_files.Folder.read = counted
+    safetensor_files.Files.read = counted
     before, peak, done = own_memory(), [0], threading.Event()
 
     def look() -> None:

@@ -46,24 +46,31 @@ class Same:
         return _box(starts, part), part
 
 
-class Transposed:
-    """A matrix of theirs has a row for each of its results."""
-
-    def shape(self, theirs: Sequence[int]) -> tuple[int, ...]:
-        return tuple(theirs[::-1])
-
-    def part(self, read: Read, starts: Sequence[int], stops: Sequence[int]) -> np.ndarray:
-        return read(tuple(starts[::-1]), tuple(stops[::-1])).T
-
-    def put(self, starts: Sequence[int], part: np.ndarray) -> tuple[Box, np.ndarray]:
-        return _box(starts[::-1], part.T), part.T
-
-
 def _box(starts: Sequence[int], part: np.ndarray) -> Box:
     return tuple(slice(a, a + n) for a, n in zip(starts, part.shape, strict=True))
 
 
-SAME, TRANSPOSED = Same(), Transposed()
+SAME = Same()
+
+
+@dataclasses.dataclass(frozen=True)
+class Transposed:
+    """A matrix of theirs has a row for each of its results; `turn` orders the rows."""
+
+    turn: Turn = SAME
+
+    def shape(self, theirs: Sequence[int]) -> tuple[int, ...]:
+        return self.turn.shape(theirs[::-1])
+
+    def part(self, read: Read, starts: Sequence[int], stops: Sequence[int]) -> np.ndarray:
+        return self.turn.part(lambda a, b: read(a[::-1], b[::-1]).T, starts, stops)
+
+    def put(self, starts: Sequence[int], part: np.ndarray) -> tuple[Box, np.ndarray]:
+        box, columns = self.turn.put(starts, part)
+        return box[::-1], columns.T
+
+
+TRANSPOSED = Transposed()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +93,10 @@ class Place:
     turn: Turn = SAME
 
 
+# The tensors of one of our arrays, by their index.
+Places = dict[tuple[int, ...], Place]
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """All tensors of a model.
@@ -101,9 +112,9 @@ class Layout:
     tied: tuple[str, str] | None = None
 
     @property
-    def by_path(self) -> dict[str, dict[tuple[int, ...], Place]]:
-        """The tensors of each of our parameters, by their index."""
-        found: dict[str, dict[tuple[int, ...], Place]] = {}
+    def by_path(self) -> dict[str, Places]:
+        """The tensors of each of our parameters."""
+        found: dict[str, Places] = {}
         for place in self.places:
             found.setdefault(place.path, {})[place.at] = place
         return found

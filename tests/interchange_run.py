@@ -20,7 +20,7 @@ from zero_jax.interchange import hugging_face, safetensor_files
 folder, out, address, count, index = sys.argv[1:]
 jax.config.update("jax_num_cpu_devices", 2)
 zero_jax.initialize(address, int(count), int(index))
-sizes, read = [], safetensor_files.Folder.read
+sizes, read = [], safetensor_files.Files.read
 
 
 def counted(*args):
@@ -29,7 +29,7 @@ def counted(*args):
     return part
 
 
-safetensor_files.Folder.read = counted
+safetensor_files.Files.read = counted
 found = {}
 for leaf in leaves.leaves(hugging_face.load(folder, abstract(hugging_face.config(folder), 4))):
     found |= {f"{leaf.name}@{','.join(map(str, at))}": piece for at, piece in leaf.pieces()}

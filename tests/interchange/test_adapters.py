@@ -109,14 +109,14 @@ def shorter(rank, rows):
 
 FILE = "adapter_model.safetensors.*(mlp|attn)"
 WRONG = [  # named by the error; changes the config and the tensors of an adapter
-    ("blocks/", lambda _, t: [t.pop(name) for name in [*t][:2]]),
+    (r"lora_A.* is missing", lambda _, t: [t.pop(name) for name in [*t][:2]]),
     ("attm", lambda _, t: [t.update({n.replace("attn", "attm"): t.pop(n)}) for n in [*t]]),
-    ("31 x", each(lambda v: v[:, :-1])), (FILE, each(lambda v: v[1:])),
+    (r"\[3, 31\]", each(lambda v: v[:, :-1])), (FILE, each(lambda v: v[1:])),
     (FILE, lambda _, t: [t.pop(name) for name in [*t] if "_B" in name]),
     ("base_model.model.x", lambda _, t: t.update({"base_model.model.x": np.zeros(1)})),
     ("NaN", each(lambda v: v * np.nan)),
-    ("`r` is 6.* 3", shorter(6, (3, 3))),  # alpha / r would be another scale
-    ("`r` is 3.* 2", shorter(3, (2, 3)))]  # fmt: skip
+    (r"`r` is 6.*\[3, ", shorter(6, (3, 3))),  # alpha / r would be another scale
+    (r"`r` is 3.*\[2, ", shorter(3, (2, 3)))]  # fmt: skip
 OTHERS = {"bias": "all", "peft_type": "IA3", "use_dora": True, "init_lora_weights": "pissa", "r": 0,
           "modules_to_save": ["lm_head"], "use_rslora": True, "rank_pattern": {"q_proj": 8},
           "alpha_pattern": {"q_proj": 8}, "lora_bias": True, "layer_replication": [[0, 2], [1, 3]],

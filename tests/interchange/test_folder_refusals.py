@@ -179,7 +179,7 @@ FOLDERS = [
     (PARTS[0], lambda f: (written(f, parts=tensors(1.0)) / INDEX).unlink()),
     (f"{INDEX}.*{PARTS[1]}", lambda f: (written(f, parts=tensors(1.0)) / PARTS[1]).unlink()),
     (f"{HEAD}.*{PARTS[0]} and {PARTS[1]}", indexed({HEAD: PARTS[1]})),
-    (f"{INDEX}.*extra", indexed({"extra": PARTS[0]})), (INDEX, lambda f: written(f, index={})),
+    (INDEX, lambda f: written(f, index={})),
     (r"'\.\./x'", lambda f: written(f, index={EMBEDDING: "../x"})),
     (f"{ONE}.*gone", special(ONE, "link")), (f"no {ONE} and no {INDEX}", written),
     ("consolidated.safetensors", content("consolidated.safetensors", b"")),
@@ -200,8 +200,8 @@ FOLDERS = [
     (rf"{NORM} \[16\]", one({NORM: None})), (r"more \[3\]", one({"more": np.ones(3, np.float32)})),
     *((rf"{EMBEDDING} is \[{n}, 16\].*\[32, 16\]", one({EMBEDDING: np.ones((n, 16), np.float32)}))
       for n in (31, 0)),
-    *((f"{EMBEDDING} is {dtype}", one({EMBEDDING: np.ones((32, 16), dtype)}))
-      for dtype in ("int32", "float64")),
+    *((f"{EMBEDDING} is {name}", one({EMBEDDING: np.ones((32, 16), dtype)}))
+      for dtype, name in (("int32", "I32"), ("float64", "F64"))),
     *((name, special(name, kind)) for name in (ONE, PARTS[0]) for kind in ("pipe", "folder")),
     # Files of safetensors: empty, cut, overlapping, beyond the file or 64 bits, unknown, hostile.
     *((ONE, put) for put in (

@@ -38,7 +38,7 @@ def exported(tmp_path_factory):
 def reads(monkeypatch):
     """Shapes of the parts that are read from a checkpoint or safetensors, the latter with names."""
     found = []
-    for of in (arrays.StoredArray, safetensor_files.Folder):
+    for of in (arrays.StoredArray, safetensor_files.Files):
 
         def reading(*args, read=of.read):
             part = read(*args)

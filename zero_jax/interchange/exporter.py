@@ -7,6 +7,7 @@ Host memory: one chunk, of about 64 MiB, whatever the size of the model and of t
 """
 
 import contextlib
+import dataclasses
 import math
 import pathlib
 import shutil
@@ -23,6 +24,7 @@ from zero_jax.interchange import folder_config
 from zero_jax.interchange.folder_config import CONFIG, Path, few, write_json
 from zero_jax.interchange.safetensor_files import DTYPES, Writer
 from zero_jax.models import decoder_presets, gpt_config, hf, hf_gpt2
+from zero_jax.models.hf_places import Places
 
 MAX_FILE_BYTES = 2 * 10**9
 # Where parameters are in a checkpoint of (params, opt_state), of params and of {"params": ...}.
@@ -85,16 +87,37 @@ def export(
             config = folder_config.config(origin)
         else:
             config = _config(recorded, arrays, heads)
-        known = _config_json(config, _check(arrays, config), origin)
+        dtype = _dtype(arrays, config)
+        known = hf.json_of(config, dtype)
+        theirs = folder_config.read(origin) if origin else {}
+        # Only the text model of a model with images is exported.
+        if theirs.get("model_type") == known["model_type"]:
+            names = [name for name in ("torch_dtype", "dtype") if name in theirs] or ["torch_dtype"]
+            known = theirs | dict.fromkeys(names, dtype)
     except ValueError as error:
         raise ValueError(f"{folder} can't be exported: {error}") from error
     with atomic_folder(target) as partial:
-        _stream(folder, arrays, hf.layout(config), partial, int(max_file_bytes))
+        layout = hf.layout(config)
+        kinds = {place.name: (place.shape, dtype) for place in layout.places}
+        writer = Writer(partial, kinds, max_file_bytes)
+        for path, places in layout.by_path.items():
+            for chunk, part in read_checked(folder, arrays[path]):
+                write_part(writer, places, chunk.starts, part)
+        writer.finish()
         write_json(partial / CONFIG, known)
         if origin is not None:
             copy_tokenizer(origin, partial)
         end_with(partial, _recorded_ends(recorded) if ends is None else ends)
     return sorted(target.iterdir())
+
+
+def write_part(writer: Writer, places: Places, starts: Sequence[int], part: np.ndarray) -> None:
+    """Writes a part of our array, which begins at `starts`, to the tensors that have it."""
+    stacks = len(next(iter(places)))
+    for index in np.ndindex(part.shape[:stacks]):
+        at = tuple(a + i for a, i in zip(starts, index, strict=False))
+        box, turned = places[at].turn.put(starts[stacks:], part[index])
+        writer.write(places[at].name, box, turned)
 
 
 def copy_tokenizer(origin: pathlib.Path, out: pathlib.Path, *, replace: bool = False) -> None:
@@ -184,25 +207,26 @@ def atomic_folder(out: pathlib.Path) -> Iterator[pathlib.Path]:
 def _parameters(held: Mapping[str, StoredArray], prefix: str | None) -> dict[str, StoredArray]:
     """Returns the arrays under a prefix, without it."""
     if prefix is None:
-        found = [p for p in PREFIXES if any(p + name in held for name in _EMBEDDINGS)]
-        if not found:
-            raise ValueError(f"it has no parameters of models/{_elsewhere(held)}")
-        prefix = found[0]
+        ends = ((name, end) for name in held for end in _EMBEDDINGS)
+        prefixes = [name.removesuffix(end) for name, end in ends if f"/{name}".endswith(f"/{end}")]
+        if not prefixes:
+            raise ValueError(
+                f"it has no parameters of models/: {' and '.join(_EMBEDDINGS)} are missing, and no "
+                "other models can be exported"
+            )
+        usual = [known for known in PREFIXES if known in prefixes]
+        if not usual:
+            raise ValueError(
+                "it has no parameters of models/ under the usual paths. If those under "
+                f"{prefixes[0]} are, give --prefix {prefixes[0]}"
+            )
+        prefix = usual[0]
     arrays = {name[len(prefix) :]: held[name] for name in held if name.startswith(prefix)}
     if not arrays:
         raise ValueError(
             f"no path begins with prefix={prefix!r}; the first path is {next(iter(held), None)}"
         )
     return arrays
-
-
-def _elsewhere(held: Mapping[str, StoredArray]) -> str:
-    for name in held:
-        for embedding in _EMBEDDINGS:
-            if name.endswith(f"/{embedding}"):
-                prefix = name.removesuffix(embedding)
-                return f" under the usual paths. If {name} is one, give --prefix {prefix}"
-    return f": {' and '.join(_EMBEDDINGS)} are missing, and no other models can be exported"
 
 
 def _config(
@@ -225,19 +249,16 @@ def _config(
 def _heads(recorded: Mapping[str, object], width: tuple[int, ...]) -> int:
     """Returns the number of heads that a run recorded with its checkpoint."""
     model = recorded.get("model")
-    found = [recorded.get("heads")]
-    if isinstance(model, Mapping):
-        found.append(model.get("heads"))
-    elif isinstance(model, str) and model in gpt_config.PRESETS:
-        preset = gpt_config.PRESETS[model]
-        found += [preset.heads] if width == (preset.width,) else []
-    for heads in found:
-        if isinstance(heads, int):
-            return heads
+    preset = gpt_config.PRESETS.get(model) if isinstance(model, str) else None
+    if preset is not None and width == (preset.width,):
+        model = dataclasses.asdict(preset)
+    for known in (recorded, model):
+        if isinstance(known, Mapping) and isinstance(known.get("heads"), int):
+            return int(known["heads"])
     raise ValueError("it does not record the number of attention heads: give --heads N")
 
 
-def _check(arrays: Mapping[str, StoredArray], config: hf.Config) -> str:
+def _dtype(arrays: Mapping[str, StoredArray], config: hf.Config) -> str:
     """Returns the dtype of all arrays; raises ValueError if they are not those of the config."""
     shapes = {path: entry.shape for path, entry in arrays.items()}
     dtypes = sorted({entry.dtype for entry in arrays.values()})
@@ -248,37 +269,6 @@ def _check(arrays: Mapping[str, StoredArray], config: hf.Config) -> str:
             f"its arrays are {', '.join(dtypes)}, and all must be one of {', '.join(DTYPES)}"
         )
     return dtypes[0]
-
-
-def _config_json(config: hf.Config, dtype: str, origin: pathlib.Path | None) -> dict[str, Any]:
-    """Returns the content of config.json: that of `origin` with another dtype, if it has one."""
-    made = hf.json_of(config, dtype)
-    theirs = folder_config.read(origin) if origin else {}
-    # Only the text model of a model with images is exported.
-    if theirs.get("model_type") != made["model_type"]:
-        return made
-    names = [name for name in ("torch_dtype", "dtype") if name in theirs] or ["torch_dtype"]
-    return theirs | dict.fromkeys(names, made["torch_dtype"])
-
-
-def _stream(
-    folder: pathlib.Path,
-    arrays: Mapping[str, StoredArray],
-    layout: hf.Layout,
-    out: pathlib.Path,
-    max_file_bytes: int,
-) -> None:
-    """Writes a checkpoint's arrays as tensors of transformers, chunk by chunk."""
-    kinds = {place.name: (place.shape, arrays[place.path].dtype) for place in layout.places}
-    files = Writer(out, kinds, max_file_bytes)
-    for path, places in layout.by_path.items():
-        stacks = len(next(iter(places)))
-        for chunk, part in read_checked(folder, arrays[path]):
-            for index in np.ndindex(part.shape[:stacks]):
-                at = tuple(a + i for a, i in zip(chunk.starts, index, strict=False))
-                place = places[at]
-                files.write(place.name, *place.turn.put(chunk.starts[stacks:], part[index]))
-    files.finish()
 
 
 def differences(

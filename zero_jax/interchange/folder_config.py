@@ -10,10 +10,9 @@ from zero_jax.models import hf
 
 Path = str | os.PathLike[str]
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-# The longest files that are parsed, in bytes: a config.json has 1 to 30 kB, the index of 100,000
-# tensors 10 MB, and parsed JSON takes up to 20 times its length in memory.
-MOST_CONFIG_BYTES = 8 << 20
-MOST_INDEX_BYTES = 64 << 20
+# The longest file that is parsed. The index of 100,000 tensors has 10 MB, and parsed JSON takes up
+# to 20 times its length in memory.
+_MOST_BYTES = 64 << 20
 _QUANTISED = ("quantization_config", "compression_config")
 _MOST_SAID = 1000  # letters of an error, because it may repeat a value of the file
 
@@ -46,30 +45,29 @@ def read(folder: Path) -> dict[str, Any]:
     """
     path = pathlib.Path(folder) / CONFIG
     if not os.path.lexists(path):
-        adapters = (path.parent / ADAPTER_CONFIG).exists()
-        instead = (
-            ". The folder holds adapters: give the folder of their base model, and this one as "
-            "`adapter` (train.py: --lora-init-from)"
-        )
-        raise ValueError(f"{path} is missing: transformers models have one{instead * adapters}")
+        instead = ""
+        if (path.parent / ADAPTER_CONFIG).exists():
+            instead = (
+                ". The folder holds adapters: give the folder of their base model, and this one as "
+                "`adapter` (train.py: --lora-init-from)"
+            )
+        raise ValueError(f"{path} is missing: transformers models have one{instead}")
     return read_json(path)
 
 
-def read_json(path: pathlib.Path, most_bytes: int = MOST_CONFIG_BYTES) -> dict[str, Any]:
-    """Returns the object in a JSON file of at most `most_bytes`.
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the object in a JSON file.
 
     Raises:
       ValueError: It is missing, a pipe or a folder, longer, or no JSON object.
     """
     check_regular(path)
     length = path.stat().st_size
-    if length > most_bytes:
-        raise ValueError(f"{path} has {length:,} bytes, more than {most_bytes:,}: it is damaged")
+    if length > _MOST_BYTES:
+        raise ValueError(f"{path} has {length:,} bytes, more than {_MOST_BYTES:,}: it is damaged")
     try:
         known = json.loads(path.read_bytes())
-    except RecursionError as error:
-        raise ValueError(f"{path} is nested too deeply: it is damaged") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {str(error)[:_MOST_SAID]}") from error
     if not isinstance(known, dict):
         raise ValueError(f"{path} is not a JSON object: it is damaged")
@@ -96,16 +94,15 @@ def check_regular(path: pathlib.Path) -> None:
 
 def _check_not_quantised(known: Mapping[str, object]) -> None:
     text = known.get("text_config")
-    for at in (known, text if isinstance(text, Mapping) else {}):
-        for name in _QUANTISED:
-            given = at.get(name)
-            if given:
-                kind = given.get("quant_method") if isinstance(given, Mapping) else given
-                raise ValueError(
-                    f"`{name}` declares quantised weights ({kind!r}), and only fp32, bf16 and fp16 "
-                    "are supported: use the original folder (LoRA quantises its base model "
-                    "itself, `base`=nf4)"
-                )
+    inner = text if isinstance(text, Mapping) else {}
+    for name in _QUANTISED:
+        if given := known.get(name) or inner.get(name):
+            kind = given.get("quant_method") if isinstance(given, Mapping) else given
+            raise ValueError(
+                f"`{name}` declares quantised weights ({kind!r}), and only fp32, bf16 and fp16 are "
+                "supported: use the original folder (LoRA quantises its base model itself, "
+                "`base`=nf4)"
+            )
 
 
 def few(items: Sequence[str], separator: str = "; ") -> str:

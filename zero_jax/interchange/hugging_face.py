@@ -22,11 +22,88 @@ from zero_jax.interchange.exporter import export as export
 from zero_jax.interchange.folder_config import ADAPTER_CONFIG, Path, few
 from zero_jax.interchange.folder_config import config as config
 from zero_jax.interchange.packed import Packed
-from zero_jax.interchange.safetensor_files import DTYPES, INDEX, ONE, Folder
+from zero_jax.interchange.safetensor_files import DTYPES, INDEX, ONE, Files, model_files
 from zero_jax.models import hf
 from zero_jax.sharding.paths import PyTree
 
 _AT_ONCE = 1 << 24  # elements of two tensors that are compared
+
+
+class Tensors:
+    """The tensors of files, by the paths of our parameters.
+
+    Args:
+      where: Names the files in errors.
+      files: The files.
+      layout: The tensors of a model.
+
+    Attributes:
+      left_out: Names that no model of the layout needs.
+      problems: Sentences about tensors that are missing, unknown, twice, or of another shape.
+    """
+
+    def __init__(self, where: pathlib.Path, files: Files, layout: hf.Layout):
+        self._where, self._files, self._places = where, files, layout.by_path
+        self._names: dict[str, str] = {}  # in the files, by full name
+        self.left_out, self.problems = list[str](), list[str]()
+        for name in files.kinds:
+            full = layout.full_name(name)
+            if full is None:
+                self.left_out.append(name)
+            elif (other := self._names.setdefault(full, name)) != name:
+                self.problems.append(f"{name} and {other} are the same tensor: remove one")
+        self._tied: tuple[str, str] | None = None  # a saved head and the embedding that it repeats
+        if layout.tied is not None and layout.tied[0] in self._names:
+            head = self._names.pop(layout.tied[0])
+            embedding = self._names.setdefault(layout.tied[1], head)
+            self._tied = (head, embedding) if embedding != head else None
+        known = {full: files.kinds[name][0] for full, name in self._names.items()}
+        self.problems += differences({place.name: place.shape for place in layout.places}, known)
+
+    def check_tied(self) -> None:
+        """Raises ValueError if a saved head differs from the embedding to which it is tied."""
+        if self._tied is None:
+            return
+        head, embedding = self._tied
+        is_equal = self._files.kinds[head] == self._files.kinds[embedding]
+        rows, width = self._files.kinds[embedding][0]
+        at_once = max(1, _AT_ONCE // width)
+        for start in range(0, rows if is_equal else 0, at_once):
+            box = (start, 0), (min(start + at_once, rows), width)
+            a, b = (self._files.read(name, *box) for name in self._tied)
+            is_equal = is_equal and np.array_equal(a, b)
+        if not is_equal:
+            raise ValueError(f"{self._where}: {head} differs from {embedding}, but they are tied")
+
+    def reader(self, path: str, dtype: np.dtype, *, rounded: bool) -> Read:
+        """Returns a function that reads a part of our array in a dtype, perhaps a narrower one."""
+        places = self._places[path]
+        for place in places.values():
+            name = self._names[place.name]
+            kind = self._files.kinds[name][1]
+            if kind not in DTYPES or not (rounded or jnp.promote_types(kind, dtype) == dtype):
+                raise ValueError(
+                    f"{self._where}: {name} is {kind}, which {dtype} can't represent exactly: "
+                    "save the model as float32"
+                )
+        stacks = len(next(iter(places)))
+
+        def tensor(
+            at: tuple[int, ...], starts: tuple[int, ...], stops: tuple[int, ...]
+        ) -> np.ndarray:
+            read = functools.partial(self._files.read, self._names[places[at].name])
+            return places[at].turn.part(read, starts, stops)
+
+        def read(starts: tuple[int, ...], stops: tuple[int, ...]) -> np.ndarray:
+            if not stacks:
+                return tensor((), starts, stops).astype(dtype, copy=False)
+            out = np.empty([b - a for a, b in zip(starts, stops, strict=True)], dtype)
+            for index in np.ndindex(out.shape[:stacks]):
+                at = tuple(a + i for a, i in zip(starts, index, strict=False))
+                out[index] = tensor(at, starts[stacks:], stops[stacks:])
+            return out
+
+        return read
 
 
 def load(
@@ -58,30 +135,29 @@ def load(
         model.
     """
     folder = pathlib.Path(folder)
-    model, nodes = _opened(folder, rounded), dict(named(like))
-    shapes = {name: tuple(x.shape) for name, x in nodes.items()}
-    if problems := differences(model.layout.shapes, shapes):
+    (_, layout, tensors), nodes = opened(folder), dict(named(like))
+    if problems := differences(layout.shapes, {n: tuple(x.shape) for n, x in nodes.items()}):
         raise ValueError(
             f"`like` is not the model in {folder}: {few(problems)}. Build it with models.gpt.GPT "
             f"or models.decoder.Decoder from zero_jax.interchange.config({str(folder)!r})"
         )
-    model.check_head()
+    tensors.check_tied()
     report = report or (print if jax.process_index() == 0 else lambda _: None)
-    if model.left_out:
-        names = few(model.left_out)
-        report(f"{folder}: {len(model.left_out)} tensors are not of the text model: {names}")
-    if model.files.unused is not None:
+    if left_out := tensors.left_out:
+        report(f"{folder}: {len(left_out)} tensors are not of the text model: {few(left_out)}")
+    if all(os.path.lexists(folder / name) for name in (ONE, INDEX)):
         report(f"{folder}: reads {ONE}, as transformers does, and ignores {INDEX}")
 
     @functools.lru_cache(maxsize=1)  # codes and scales of a leaf follow each other
     def packed(path: str) -> Packed:
-        return Packed(model.reader(path, np.dtype("float32")), nodes[path])
+        reader = tensors.reader(path, np.dtype("float32"), rounded=rounded)
+        return Packed(reader, nodes[path])
 
     def reader(leaf: NamedLeaf) -> Read:
         path, _, part = leaf.name.rpartition("/")
         if path in nodes:
             return packed(path).part(part)
-        return model.reader(leaf.name, jnp.dtype(leaf.array.stored))
+        return tensors.reader(leaf.name, jnp.dtype(leaf.array.stored), rounded=rounded)
 
     return unflatten(like, [leaf.build(reader(leaf)) for leaf in leaves(like)])
 
@@ -99,20 +175,15 @@ def check(folder: Path) -> None:
     """
     folder = pathlib.Path(folder)
     if any(os.path.lexists(folder / name) for name in (ONE, INDEX)):
-        _opened(folder, rounded=True)
+        opened(folder)
 
 
-def _opened(folder: pathlib.Path, rounded: bool) -> "_Model":
-    """Opens the tensors of a folder; all exist, with the shapes of config.json."""
-    model, files = config(folder), Folder(folder)
-    if model.layers > len(files.kinds):  # before a table of its tensors is made
-        raise ValueError(
-            f"{folder}: the model does not match its config.json: {model.layers} layers, and "
-            f"its files have {len(files.kinds)} tensors"
-        )
-    known = folder_config.read(folder)
+def opened(folder: pathlib.Path) -> tuple[Files, hf.Layout, Tensors]:
+    """Opens the files of a model; all tensors exist, with the shapes of config.json."""
+    model, known = config(folder), folder_config.read(folder)
+    paths = model_files(folder)
     explicit = known.get("transformers_weights")
-    if explicit not in (None, ONE if (folder / ONE).exists() else INDEX):
+    if explicit not in (None, ONE if paths == [folder / ONE] else INDEX):
         raise ValueError(
             f"{folder}: `transformers_weights` in config.json names {explicit!r}, and only {ONE} "
             f"or {INDEX} are supported: rename the file, and remove the key"
@@ -123,84 +194,16 @@ def _opened(folder: pathlib.Path, rounded: bool) -> "_Model":
             "which is unsupported. Move it to another folder, and give that as `adapter` "
             "(train.py: --lora-init-from)"
         )
-    return _Model(files, hf.layout(model), str(folder), rounded)
-
-
-class _Model:
-    """The tensors of a folder, by our paths."""
-
-    def __init__(self, files: Folder, layout: hf.Layout, where: str, rounded: bool):
-        self._where, self._rounded = where, rounded
-        self.files, self.layout = files, layout
-        self._names: dict[str, str] = {}
-        self.left_out: list[str] = []
-        for name in files.kinds:
-            full = layout.full_name(name)
-            if full in self._names:
-                raise ValueError(f"{where} has both {name} and {self._names[full]}: remove one")
-            if full is None:
-                self.left_out.append(name)
-            else:
-                self._names[full] = name
-        self._tied: tuple[str, str] | None = None  # a saved head and the embedding that it repeats
-        if layout.tied is not None and layout.tied[0] in self._names:
-            head = self._names.pop(layout.tied[0])
-            embedding = self._names.setdefault(layout.tied[1], head)
-            self._tied = (head, embedding) if embedding != head else None
-        known = {full: files.kinds[name][0] for full, name in self._names.items()}
-        problems = differences({place.name: place.shape for place in layout.places}, known)
-        if problems:
-            raise ValueError(
-                f"{where}: the model does not match its config.json: {few(problems)}. Save it "
-                "again with save_pretrained of transformers"
-            )
-        self._places = layout.by_path
-
-    def check_head(self) -> None:
-        """Checks that a tied head that is also saved equals the embedding.
-
-        Raises:
-          ValueError: They differ.
-        """
-        if self._tied is None:
-            return
-        head, embedding = self._tied
-        is_equal = self.files.kinds[head] == self.files.kinds[embedding]
-        rows, width = self.files.kinds[embedding][0]
-        at_once = max(1, _AT_ONCE // max(1, width))
-        for start in range(0, rows if is_equal else 0, at_once):
-            box = (start, 0), (min(start + at_once, rows), width)
-            a, b = (self.files.read(name, *box) for name in self._tied)
-            is_equal = is_equal and a.tobytes() == b.tobytes()
-        if not is_equal:
-            raise ValueError(f"{self._where}: {head} differs from {embedding}, but they are tied")
-
-    def reader(self, path: str, dtype: np.dtype) -> Read:
-        """Returns a function that reads a part of our array, in a dtype."""
-        places = self._places[path]
-        for place in places.values():
-            self._check_dtype(place.name, dtype)
-        stacks = len(next(iter(places)))
-
-        def read(starts: tuple[int, ...], stops: tuple[int, ...]) -> np.ndarray:
-            if not stacks:
-                return self._part(places[()], starts, stops).astype(dtype, copy=False)
-            out = np.empty([b - a for a, b in zip(starts, stops, strict=True)], dtype)
-            for index in np.ndindex(out.shape[:stacks]):
-                at = tuple(a + i for a, i in zip(starts, index, strict=False))
-                out[index] = self._part(places[at], starts[stacks:], stops[stacks:])
-            return out
-
-        return read
-
-    def _check_dtype(self, full: str, dtype: np.dtype) -> None:
-        found = self.files.kinds[self._names[full]][1]
-        if found not in DTYPES or not (self._rounded or jnp.promote_types(found, dtype) == dtype):
-            raise ValueError(
-                f"{self._where}: {self._names[full]} is {found}, which {dtype} can't represent "
-                "exactly: save the model as float32"
-            )
-
-    def _part(self, place: hf.Place, starts: tuple[int, ...], stops: tuple[int, ...]) -> np.ndarray:
-        read = functools.partial(self.files.read, self._names[place.name])
-        return place.turn.part(read, starts, stops)
+    files = Files(paths)
+    if model.layers > len(files.kinds):  # before a table of its tensors is made
+        problems = [f"{model.layers} layers, and its files have {len(files.kinds)} tensors"]
+    else:
+        layout = hf.layout(model)
+        tensors = Tensors(folder, files, layout)
+        if not tensors.problems:
+            return files, layout, tensors
+        problems = tensors.problems
+    raise ValueError(
+        f"{folder}: the model does not match its config.json: {few(problems)}. Save it again with "
+        "save_pretrained of transformers"
+    )

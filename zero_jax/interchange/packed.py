@@ -4,6 +4,7 @@ Blocks follow logical indices, so the rows of a device's piece are extended to w
 """
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -11,7 +12,6 @@ from zero_jax.adapters.quantised import BLOCK, Quantised, quantise
 from zero_jax.checkpoint.leaves import Read
 
 Bounds = tuple[int, ...]
-ARRAYS = ("codes", "scales")
 
 
 class Packed:
@@ -31,8 +31,8 @@ class Packed:
     """
 
     def __init__(self, read: Read, leaf: Quantised):
-        self._read, self._leaf = read, leaf
-        self._known: dict[tuple[Bounds, Bounds], Quantised] = {}
+        self._leaf = leaf
+        self._quantised = functools.cache(functools.partial(_quantised, read, leaf))
 
     def part(self, name: str) -> Read:
         """Returns a function that reads a part of "codes" or "scales"."""
@@ -51,22 +51,17 @@ class Packed:
 
         return read
 
-    def _quantised(self, starts: Bounds, stops: Bounds) -> Quantised:
-        if (starts, stops) not in self._known:
-            self._known[starts, stops] = self._quantise(starts, stops)
-        return self._known[starts, stops]
 
-    def _quantise(self, starts: Bounds, stops: Bounds) -> Quantised:
-        """Reads a stack one layer after the other: only one is in fp32 at a time."""
-        kind, dim = self._leaf.kind, self._leaf.dim
-        if dim == -len(starts) or starts[0] == stops[0]:
-            return quantise(self._read(starts, stops), kind, dim)
-        layers = [
-            quantise(self._read((at, *starts[1:]), (at + 1, *stops[1:])), kind, dim)
-            for at in range(starts[0], stops[0])
-        ]
-        codes, scales = (np.concatenate([getattr(x, n) for x in layers]) for n in ARRAYS)
-        return dataclasses.replace(layers[0], codes=codes, scales=scales)
+def _quantised(read: Read, leaf: Quantised, starts: Bounds, stops: Bounds) -> Quantised:
+    """Reads a stack one layer after the other: only one is in fp32 at a time."""
+    if leaf.dim == -len(starts) or starts[0] == stops[0]:
+        return quantise(read(starts, stops), leaf.kind, leaf.dim)
+    layers = [
+        quantise(read((at, *starts[1:]), (at + 1, *stops[1:])), leaf.kind, leaf.dim)
+        for at in range(starts[0], stops[0])
+    ]
+    codes, scales = (np.concatenate([getattr(x, n) for x in layers]) for n in ("codes", "scales"))
+    return dataclasses.replace(layers[0], codes=codes, scales=scales)
 
 
 def _with(bounds: Bounds, at: int, value: int) -> Bounds:

@@ -3,18 +3,18 @@
     DIR/adapter_config.json
     DIR/adapter_model.safetensors     base_model.model.NAME.lora_A.weight (r, in), lora_B (out, r)
 
-Ours stacks the adapters of all layers, A (L, in, r) and B (L, r, out). The tables of models/
-(hf.py) map layers to modules. Host memory: the adapters, and in a merge one tensor.
-The format: https://github.com/huggingface/peft.
+Ours stacks the adapters of all layers, A (L, in, r) and B (L, r, out). Their tensors follow from
+those of the model in the tables of models/ (hf.py). Host memory: the adapters, and in a merge one
+tensor. The format: https://github.com/huggingface/peft.
 """
 
+import dataclasses
 import math
 import pathlib
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.adapters.lora import Lora
@@ -25,13 +25,15 @@ from zero_jax.interchange.exporter import (
     check_free,
     copy_tokenizer,
     end_with,
+    write_part,
 )
 from zero_jax.interchange.folder_config import ADAPTER_CONFIG, CONFIG, Path, few, write_json
-from zero_jax.interchange.safetensor_files import Folder, Writer, check_finite, safetensors
+from zero_jax.interchange.hugging_face import Tensors, opened
+from zero_jax.interchange.safetensor_files import Files, Writer
 from zero_jax.models import gpt, hf
-from zero_jax.models.hf_places import TRANSPOSED, Place
+from zero_jax.models.hf_places import TRANSPOSED, Place, Transposed
 
-FILE = "adapter_model.safetensors"
+_STEM = "adapter_model"
 _PREFIX, _WEIGHT = "base_model.model.", ".weight"
 # Initialisations that keep the base model; others (PiSSA, OLoRA, LoftQ) change it.
 _KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")
@@ -61,29 +63,31 @@ def save_adapter(
     """
     out = pathlib.Path(folder).absolute()
     check_free(out)
-    tensors: dict[str, np.ndarray] = {}
-    modules: dict[str, None] = {}
-    for path, place in _places(config, adapters):
-        name = place.name.removesuffix(_WEIGHT)
-        a, b = (adapters[path][part][place.at] for part in ("a", "b"))
-        tensors[f"{_PREFIX}{name}.lora_A.weight"] = np.ascontiguousarray(np.asarray(a).T)
-        tensors[f"{_PREFIX}{name}.lora_B.weight"] = _theirs(place, np.asarray(b))
-        modules[re.sub(r"^.*\.\d+\.", "", name)] = None
+    by_path = _layout(config, lora.rank).by_path
+    arrays = {f"{path}/{part}": x for path, own in adapters.items() for part, x in own.items()}
+    for path in adapters:
+        if f"{path}/a" not in by_path:
+            raise ValueError(f"adapter {path!r} has no matrix in the transformers model")
+    places = [place for path in arrays for place in by_path[path].values()]
+    modules = [place.name.removeprefix(_PREFIX).rpartition(".lora_")[0] for place in places]
     known = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.scale * lora.rank,
-        "target_modules": list(modules),
+        "target_modules": [*dict.fromkeys(re.sub(r"^.*\.\d+\.", "", name) for name in modules)],
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": isinstance(config, gpt.GPTConfig),
         "inference_mode": True,
     }
     with atomic_folder(out) as partial:
-        save = safetensors().numpy.save_file
-        save(tensors, partial / FILE, metadata={"format": "pt"})
+        kinds = {place.name: (place.shape, "float32") for place in places}
+        writer = Writer(partial, kinds, math.inf, _STEM)
+        for path, array in arrays.items():
+            write_part(writer, by_path[path], (0,) * array.ndim, np.asarray(array, np.float32))
+        writer.finish()
         write_json(partial / ADAPTER_CONFIG, known)
     return out
 
@@ -100,7 +104,9 @@ def adapter_config(folder: Path) -> Lora:
         kind, rank = known["peft_type"], known["r"]
         alpha = float(known.get("lora_alpha", rank))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not the config of an adapter: {error!r}") from error
+        raise ValueError(
+            f"{path} is not the config of an adapter: {error!r}. Give a folder of PEFT adapters"
+        ) from error
     is_unsupported = {
         "peft_type": kind != "LORA",
         "bias": known.get("bias", "none") != "none",
@@ -129,47 +135,46 @@ def load_adapter(folder: Path, config: hf.Config) -> dict[str, dict[str, np.ndar
       ValueError: The adapters are those of another model, exist for some layers only, or have
         another rank than their config.
     """
-    found = _pairs(folder)
-    _check_ranks(found, adapter_config(folder).rank, folder)
-    layout = hf.layout(config)
-    by_name: dict[str | None, Place] = {place.name: place for place in layout.places}
-    stacks: dict[str, dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]] = {}
-    problems = []
-    for name, (a, b) in found.items():
-        place = by_name.get(layout.full_name(name + _WEIGHT))
-        if place is None or len(place.shape) != 2 or len(place.at) > 1:
-            problems.append(f"{name} is not a matrix of the model")
-            continue
-        own = _ours(place, b)
-        inputs, outputs = place.turn.shape(place.shape)
-        if (a.shape[1], own.shape[1]) != (inputs, outputs):
-            problems.append(
-                f"{name} is {inputs} x {outputs}, its adapter {a.shape[1]} x {own.shape[1]}"
-            )
-            continue
-        stacks.setdefault(place.path, {})[place.at] = (a.T, own)
-    layers = {path: len(places) for path, places in layout.by_path.items()}
-    problems += [
-        f"{path} has adapters in {len(own)} layers of {layers[path]}"
-        for path, own in stacks.items()
-        if len(own) != layers[path]
-    ]
-    if problems:
-        raise ValueError(f"the adapters in {folder} do not fit the model: {few(problems)}")
-    return {path: _stacked(own) for path, own in stacks.items()}
-
-
-def _check_ranks(
-    pairs: Mapping[str, tuple[np.ndarray, np.ndarray]], rank: int, folder: Path
-) -> None:
-    """Raises ValueError if a pair has another rank than `r` of the config, which sets its scale."""
-    odd = [f"{name} has {a.shape[0]}" for name, (a, _) in pairs.items() if a.shape[0] != rank]
-    if odd:
+    path = pathlib.Path(folder) / f"{_STEM}.safetensors"
+    files, rank = Files([path]), adapter_config(folder).rank
+    layout = _layout(config, rank)
+    names = {layout.full_name(name) for name in files.kinds}
+    adapted = {place.path[:-2] for place in layout.places if place.name in names}
+    places = (place for place in layout.places if place.path[:-2] in adapted)
+    layout = dataclasses.replace(layout, places=tuple(places))
+    tensors = Tensors(path, files, layout)
+    if tensors.problems:
         raise ValueError(
-            f"{pathlib.Path(folder) / ADAPTER_CONFIG}: `r` is {rank}, and in {FILE} {len(odd)} of "
-            f"{len(pairs)} adapters have another rank ({few(odd)}). Give the config that was saved "
-            "with these tensors; adapters of several ranks are unsupported"
+            f"{path}: the adapters do not fit the model, where `r` is {rank} in {ADAPTER_CONFIG}: "
+            f"{few(tensors.problems)}. Give the files of one adapter and the config of its base "
+            "model; adapters of several ranks are unsupported"
         )
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for name, shape in layout.shapes.items():
+        matrix, _, part = name.rpartition("/")
+        read = tensors.reader(name, np.dtype(np.float32), rounded=True)
+        found.setdefault(matrix, {})[part] = read((0,) * len(shape), shape)
+    return found
+
+
+def _layout(config: hf.Config, rank: int) -> hf.Layout:
+    """Returns the tensors of adapters of every matrix of a model, A at PATH/a and B at PATH/b."""
+    model, places = hf.layout(config), list[Place]()
+    for place in model.places:
+        if len(place.shape) == 2:
+            inputs, outputs = place.turn.shape(place.shape)
+            name = f"{_PREFIX}{place.name.removesuffix(_WEIGHT)}.lora_"
+            turn = TRANSPOSED if place.turn is TRANSPOSED else Transposed(place.turn)
+            a, b = (rank, inputs), (outputs, rank)
+            places.append(Place(f"{name}A.weight", a, f"{place.path}/a", place.at, TRANSPOSED))
+            places.append(Place(f"{name}B.weight", b, f"{place.path}/b", place.at, turn))
+
+    def full_name(name: str) -> str:
+        match = re.fullmatch(r"(?:base_model\.model\.)?(.*)(\.lora_[AB])\.weight", name)
+        full = match and model.full_name(match[1] + _WEIGHT)
+        return f"{_PREFIX}{full.removesuffix(_WEIGHT)}{match[2]}.weight" if match and full else name
+
+    return hf.Layout(tuple(places), full_name)
 
 
 def merge(
@@ -195,20 +200,21 @@ def merge(
     target = pathlib.Path(out).absolute()
     check_free(target)
     lora, config = adapter_config(adapter), folder_config.config(folder)
-    adapters = load_adapter(adapter, config)
-    layout, files = hf.layout(config), Folder(pathlib.Path(folder))
-    by_name: dict[str | None, Place] = {place.name: place for place in layout.places}
     if folder_config.read(folder).get("model_type") != hf.json_of(config, "float32")["model_type"]:
         raise ValueError(
             f"{folder} is a model of text and images, and only its text model is supported: "
             "import and export it, and merge into the export"
         )
-    kinds = {n: kind for n, kind in files.kinds.items() if layout.full_name(n) is not None}
+    adapters = load_adapter(adapter, config)
+    files, layout, _ = opened(pathlib.Path(folder))
+    by_name = {place.name: place for place in layout.places}
+    full_names = {name: full for name in files.kinds if (full := layout.full_name(name))}
     with atomic_folder(target) as partial:
-        writer = Writer(partial, kinds, int(max_file_bytes))
-        for name, (shape, _) in kinds.items():
+        writer = Writer(partial, {name: files.kinds[name] for name in full_names}, max_file_bytes)
+        for name, full in full_names.items():
+            shape = files.kinds[name][0]
             tensor = files.read(name, (0,) * len(shape), shape)
-            place = by_name.get(layout.full_name(name))
+            place = by_name.get(full)
             if place is not None and place.path in adapters:
                 tensor = _added(place, tensor, adapters[place.path], lora.scale)
             writer.write(name, (), tensor)
@@ -223,68 +229,7 @@ def _added(
     place: Place, tensor: np.ndarray, adapter: Mapping[str, np.ndarray], scale: float
 ) -> np.ndarray:
     a, b = adapter["a"][place.at], adapter["b"][place.at]
-    box, delta = place.turn.put((0, 0), (a @ b).astype(np.float32))
+    box, delta = place.turn.put((0, 0), a @ b)
     wide = tensor.astype(np.float32)
     wide[box] += np.float32(scale) * delta
     return wide.astype(tensor.dtype)
-
-
-def _places(config: hf.Config, adapters: Adapters) -> Iterator[tuple[str, Place]]:
-    """Yields the path and the adapted tensor of each adapter and layer."""
-    by_path = hf.layout(config).by_path
-    for path in adapters:
-        places = [*by_path.get(path, {}).values()]
-        if not places or len(places[0].shape) != 2:
-            raise ValueError(f"adapter {path!r} has no matrix in the transformers model")
-        for place in places:
-            yield path, place
-
-
-def _theirs(place: Place, b: np.ndarray) -> np.ndarray:
-    """Returns B (r, out) as theirs, (out, r)."""
-    if place.turn is not TRANSPOSED:
-        box, part = place.turn.put((0, 0), b)
-        b = np.zeros_like(b)
-        b[box] = part
-    return np.ascontiguousarray(b.T)
-
-
-def _ours(place: Place, b: np.ndarray) -> np.ndarray:
-    """Returns theirs (out, r) as B, (r, out)."""
-    if place.turn is TRANSPOSED:
-        return b.T
-    return place.turn.part(
-        lambda starts, stops: b.T[tuple(map(slice, starts, stops))], (0, 0), b.T.shape
-    )
-
-
-def _stacked(
-    own: Mapping[tuple[int, ...], tuple[np.ndarray, np.ndarray]],
-) -> dict[str, np.ndarray]:
-    if () in own:
-        a, b = own[()]
-        return {"a": a, "b": b}
-    ordered = [own[at] for at in sorted(own)]
-    return {"a": np.stack([a for a, _ in ordered]), "b": np.stack([b for _, b in ordered])}
-
-
-def _pairs(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Returns A and B, as theirs, by the module's name."""
-    path = pathlib.Path(folder) / FILE
-    if not path.is_file():
-        raise ValueError(f"{path} is missing: give a folder of PEFT adapters")
-    try:
-        tensors = safetensors().numpy.load_file(path)
-    except Exception as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    found: dict[str, dict[str, np.ndarray]] = {}
-    for name, tensor in tensors.items():
-        match = re.fullmatch(r"(?:base_model\.model\.)?(.*)\.lora_([AB])\.weight", name)
-        if match is None:
-            raise ValueError(f"{path}: {name} is not part of a LoRA adapter")
-        check_finite(path, name, np.asarray(tensor))
-        found.setdefault(match[1], {})[match[2]] = np.asarray(tensor).astype(jnp.float32)
-    for name, pair in sorted(found.items()):
-        if set(pair) != {"A", "B"} or pair["A"].shape[0] != pair["B"].shape[1]:
-            raise ValueError(f"{path}: {name} lacks A and B of the same rank")
-    return {name: (pair["A"], pair["B"]) for name, pair in found.items()}
