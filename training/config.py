@@ -73,25 +73,33 @@ class OptimizerSettings:
         "Peak learning rate (default: by --optimizer and --init-from).",
         alias="--lr",
         unit="none",
+        least=0,
+        most=1e4,
     )
     warmup_steps: int | None = setting(
-        None, "Linear warmup before cosine decay (default: a tenth)."
+        None, "Linear warmup before cosine decay (default: a tenth).", least=0
     )
-    weight_decay: float = setting(0.1, "Weight decay of matrices.", unit="none")
+    weight_decay: float = setting(0.1, "Weight decay of matrices.", unit="none", least=0)
     max_grad_norm: float = setting(
-        1.0, "Maximum global gradient norm; 0 for no clipping.", unit="none"
+        1.0, "Maximum global gradient norm; 0 for no clipping.", unit="none", least=0
     )
-    seed: int = setting(0, "Seed of parameters, data order and samples.", unit="none")
+    seed: int = setting(
+        0, "Seed of parameters, data order and samples.", unit="none", least=0, most=2**63 - 1
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class LogSettings:
     """Evaluation, logs and debugging."""
 
-    eval_steps: int = setting(200, "Steps between evaluations; 0 for one at the end.")
+    eval_steps: int = setting(200, "Steps between evaluations; 0 for one at the end.", least=0)
     max_eval_batches: int = setting(64, "Batches per evaluation; the final one uses all.")
-    sample_tokens: int = setting(256, "Tokens to generate at the end; 0 for none.")
-    check_replicas_steps: int = setting(0, "Steps between comparisons of replicas; 0: none.")
+    sample_tokens: int = setting(
+        256, "Tokens to generate at the end; 0 for none.", least=0, most=10**6
+    )
+    check_replicas_steps: int = setting(
+        0, "Steps between comparisons of replicas; 0: none.", least=0
+    )
     wandb_project: str | None = setting(
         None, "Weights & Biases project (requires pip install wandb).", metavar="NAME"
     )
@@ -103,20 +111,20 @@ class LogSettings:
 class CheckpointSettings:
     """Checkpoints and resuming."""
 
-    save_steps: int = setting(200, "Steps between checkpoints; 0 for none at all.")
+    save_steps: int = setting(200, "Steps between checkpoints; 0 for none at all.", least=0)
     save_total_limit: int = setting(3, "Number of latest checkpoints to keep.", unit="checkpoints")
     keep_every_steps: int | None = setting(
         None, "Also keep checkpoints at multiples of this (default: none)."
     )
     resume: bool = setting(True, "Raise an error if --output-dir has checkpoints.")
     resume_step: int | None = setting(
-        None, "Checkpoint step to resume from (default: the latest).", unit="steps"
+        None, "Checkpoint step to resume from (default: the latest).", unit="steps", least=0
     )
     max_rollbacks: int = setting(
-        0, "Maximum rollbacks after non-finite gradients.", unit="rollbacks"
+        0, "Maximum rollbacks after non-finite gradients.", unit="rollbacks", least=0
     )
     max_hours: float | None = setting(
-        None, "Hours after which to save and exit (default: no limit)."
+        None, "Hours after which to save and exit (default: no limit).", least=0
     )
 
 
@@ -131,15 +139,16 @@ class ProcessSettings:
         None, "Number of processes (default: the launcher's, or 1)."
     )
     process_id: int | None = setting(
-        None, "Rank of this process, from 0 (default: the launcher's).", unit="rank"
+        None, "Rank of this process, from 0 (default: the launcher's).", unit="rank", least=0
     )
-    join_timeout_seconds: float = setting(300.0, "Timeout for all processes to join.")
+    # The longest wait of a thread in C is 24 days: milliseconds in 32 bits.
+    join_timeout_seconds: float = setting(300.0, "Timeout for all processes to join.", most=1e6)
     supervise: int | None = setting(
-        None, "Processes to start here, and to restart on failure.", unit="processes"
+        None, "Processes to start here, and to restart on failure.", unit="processes", most=1024
     )
-    max_restarts: int = setting(10, "Maximum restarts by --supervise.", unit="restarts")
+    max_restarts: int = setting(10, "Maximum restarts by --supervise.", unit="restarts", least=0)
     heartbeat_timeout_seconds: float = setting(
-        60.0, "Silence after which a process counts as dead."
+        60.0, "Silence after which a process counts as dead.", least=0.1, most=1e5
     )
 
 
@@ -175,7 +184,10 @@ def parse(args: Sequence[str]) -> Config:
     about = "Trains a transformer on text with ZeRO sharded data parallelism."
     given = command_line.parse(GROUPS, args, prog="train.py", description=about)
     config = Config(**with_paper_config(given))
-    check_numbers(config)
+    command_line.check_values(config)
+    mesh_sizes(config.mesh)
+    if config.memory_limit is not None:
+        parse_bytes(config.memory_limit, "--memory-limit")
     return config
 
 
@@ -188,38 +200,6 @@ def as_yaml(config: Config) -> str:
     left_out = LOCAL | _START | {"paper_config"}  # the stage and remat that it set are in the file
     known = dataclasses.asdict(config).items()
     return yaml.safe_dump({k: v for k, v in known if v is not None and k not in left_out})
-
-
-# Lower bounds of numbers; 1 for all others.
-_ZERO = (
-    *("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "seed", "eval_steps"),
-    *("sample_tokens", "save_steps", "max_rollbacks", "check_replicas_steps", "resume_step"),
-    *("lora_alpha", "max_restarts", "max_hours", "process_id", "expert_capacity_factor"),
-    "stage",
-)
-_LEAST = {**dict.fromkeys(_ZERO, 0), "heartbeat_timeout_seconds": 0.1}
-# Devices count in 32 bits; a seed has 64.
-_LARGEST = 2**31 - 1
-_MOST = {"seed": 2**63 - 1, "learning_rate": 1e4, "sample_tokens": 10**6, "supervise": 1024}
-# The longest wait of a thread in C is 24 days: milliseconds in 32 bits.
-_MOST |= {"heartbeat_timeout_seconds": 1e5, "join_timeout_seconds": 1e6}
-
-
-def check_numbers(config: Config) -> None:
-    """Raises ValueError for a number out of the range of its flag, or an empty setting."""
-    for name, value in dataclasses.asdict(config).items():
-        if value == "":
-            raise ValueError(f"{flag(name)} is empty: give a value, or leave it out")
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            continue
-        least, most = _LEAST.get(name, 1), _MOST.get(name, _LARGEST)
-        if not least <= value <= most:
-            raise ValueError(
-                f"{flag(name)} {value}: it must be at least {least} and at most {most:g}"
-            )
-    mesh_sizes(config.mesh)
-    if config.memory_limit is not None:
-        parse_bytes(config.memory_limit, "--memory-limit")
 
 
 def resolve(config: Config) -> Config:

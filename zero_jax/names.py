@@ -1,5 +1,6 @@
 """Names and sizes that users write, and the message for an unknown name."""
 
+import collections
 import difflib
 import re
 from collections.abc import Iterable
@@ -25,6 +26,12 @@ def unknown(what: str, name: str, known: Iterable[str], ask: str = "Known:") -> 
     names = list(known)
     near = nearest(name, names)
     return f"no {what} is called {name!r}; the nearest is {near!r}. {ask} {', '.join(names)}"
+
+
+def check_once(names: Iterable[str]) -> None:
+    """Raises ValueError if a name is given twice, as YAML and JSON allow."""
+    if twice := [name for name, count in collections.Counter(names).items() if count > 1]:
+        raise ValueError(f"{', '.join(twice)} is given twice: remove one")
 
 
 _UNITS = {"": 1, "b": 1}

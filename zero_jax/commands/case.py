@@ -18,9 +18,8 @@ from zero_jax.models.gpt_config import GPTConfig
 from zero_jax.plan import memory
 from zero_jax.plan.plans import Plan
 from zero_jax.plan.text_model import TextModel
+from zero_jax.sharding.paths import PyTree
 from zero_jax.zero import Zero
-
-PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,38 +83,35 @@ class Case:
         """Formats the attention kernel of a run on this target, and that of packed documents."""
         if target.platform != "cuda":
             return "attention: in blocks of queries"
-        config, taken = self.config, []
+        config, dtype = self.config, self.zero.config.precision.compute
         head_dim = (
             config.width // config.heads if isinstance(config, GPTConfig) else config.head_dim
         )
-        for packed in (False, True):
-            kernel, reason = config.attention, ""
-            if kernel == "auto":
-                dtype = self.zero.config.precision.compute
-                kernel, reason = kernel_for(dtype, head_dim, self.row, packed=packed)
-            name = "cuDNN" if kernel == "cudnn" else "in blocks of queries"
-            taken.append(f"{name} ({reason})" if reason else name)
-        alone, packed_rows = taken
+
+        def kernel(packed: bool) -> str:
+            name, reason = config.attention, ""
+            if name == "auto":
+                name, reason = kernel_for(dtype, head_dim, self.row, packed=packed)
+            name = "cuDNN" if name == "cudnn" else "in blocks of queries"
+            return f"{name} ({reason})" if reason else name
+
+        alone, packed_rows = kernel(False), kernel(True)
         said = alone if alone == packed_rows else f"{alone}; packed documents: {packed_rows}"
         return f"attention on a GPU: {said}. A compile check uses blocks of queries"
 
     def plan(self, stage: Stage, **options: Any) -> Plan:
         """Returns the plan of a stage; options are those of `planning.of`."""
         zero = self.zero.at_stage(stage)
-        params = zero.eval_shape(self.make)
-        return zero.plan(
-            *(self.loss_fn, zero.optimizer(self.tx), params, self.batch),
-            model_flops=self.model_flops,
-            has_aux=self.model.routes,
-            **options,
-        )
+        options = {"model_flops": self.model_flops, "has_aux": self.model.routes, **options}
+        return zero.plan(*self._step(zero), **options)
 
     def choose(self, **options: Any) -> "Case":
         """Returns this case with the settings that `Zero.choose` chooses in place of "auto"."""
-        params = self.zero.eval_shape(self.make)
-        args = self.loss_fn, self.zero.optimizer(self.tx), params, self.batch
-        choice = self.zero.choose(*args, has_aux=self.model.routes, **options)
+        choice = self.zero.choose(*self._step(self.zero), has_aux=self.model.routes, **options)
         return dataclasses.replace(self, zero=choice.zero)
+
+    def _step(self, zero: Zero) -> tuple[PyTree, ...]:
+        return self.loss_fn, zero.optimizer(self.tx), zero.eval_shape(self.make), self.batch
 
     def states(self, shards: int, stage: Stage) -> int:
         """Returns the bytes of model states on N devices, in closed form."""

@@ -6,15 +6,16 @@ names; flags override it.
 
 import argparse
 import dataclasses
+import functools
 import pathlib
 import types
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import yaml  # type: ignore[import-untyped]
 
-from zero_jax.names import nearest
+from zero_jax.names import check_once, nearest
 
 T = TypeVar("T")
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
@@ -30,16 +31,54 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def setting(default: T, help: str, **about: str) -> T:
+def setting(
+    default: T,
+    help: str,
+    *,
+    metavar: str | None = None,
+    alias: str | None = None,
+    unit: str | None = None,
+    least: float = 1,
+    most: float = 2**31 - 1,
+) -> T:
     """Returns a dataclass field with its help.
 
     Args:
       default: The default.
       help: One sentence.
-      **about: `metavar`; `alias`, a second spelling of the flag; and `unit` of a number.
+      metavar: The name of the value in the help.
+      alias: A second spelling of the flag.
+      unit: The unit of a number whose name has none.
+      least: The smallest number.
+      most: The largest number; counts of devices have 32 bits.
     """
-    blank = dict.fromkeys(("metavar", "alias", "unit"))
-    return dataclasses.field(default=default, metadata={**blank, "help": help, **about})
+    about = {"help": help, "metavar": metavar, "alias": alias, "unit": unit}
+    return dataclasses.field(default=default, metadata={**about, "least": least, "most": most})
+
+
+def check_values(settings: Any) -> None:
+    """Checks the values of a dataclass of settings.
+
+    Raises:
+      ValueError: A number is out of its range, or a text is empty.
+
+    >>> @dataclasses.dataclass
+    ... class Data:
+    ...     seq_len: int = setting(64, "Sequence length.")
+    >>> check_values(Data(seq_len=0))
+    Traceback (most recent call last):
+    ValueError: --seq-len 0: a number from 1 to 2,147,483,647 is required
+    """
+    for field in dataclasses.fields(settings):
+        value, about = getattr(settings, field.name), field.metadata
+        least, most = about["least"], about["most"]
+        if value == "":
+            raise ValueError(f"{flag(field.name)} is empty: give a value, or leave it out")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_number and not least <= value <= most:
+            raise ValueError(
+                f"{flag(field.name)} {value}: a number from {least:g} to {most:,.0f} is required"
+            )
 
 
 def parse(
@@ -181,7 +220,7 @@ def _add(parser: argparse.ArgumentParser, cls: type, hidden: Collection[str]) ->
             dest=field.name,
             help=argparse.SUPPRESS if field.name in hidden else text,
             metavar=about["metavar"] or ("NAME" if choices else _METAVARS[kinds[0]]),
-            type=_reader(kinds[0], choices),
+            type=functools.partial(_one_of, choices) if choices else kinds[0],
         )
 
 
@@ -191,23 +230,15 @@ def _kinds(hint: object) -> list[type]:
     return [k for k in (get_args(hint) if is_union else (hint,)) if k is not types.NoneType]
 
 
-def _reader(kind: type, choices: Sequence[str | int]) -> Callable[[str], object]:
-    """Returns a function that reads one of the choices, if there are any, or a value of a type."""
+def _one_of(choices: Sequence[str | int], text: str) -> str | int:
+    """Reads one of the choices."""
     known = {str(value): value for value in choices}
-
-    def read(text: str) -> object:
-        if known and text not in known:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is unknown; the nearest is {nearest(text, known)!r}. Use one of "
-                + ", ".join(known)
-            )
-        try:
-            return known[text] if known else kind(text)
-        except ValueError:
-            name = {int: "an integer", float: "a number"}[kind]
-            raise argparse.ArgumentTypeError(f"{text!r} is not {name}") from None
-
-    return read
+    if text not in known:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is unknown; the nearest is {nearest(text, known)!r}. Use one of "
+            + ", ".join(known)
+        )
+    return known[text]
 
 
 _SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -218,8 +249,5 @@ class _Yaml(yaml.BaseLoader):
     """Reads scalars as they are written, such as `output_dir: 001`; refuses repeated names."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> object:
-        names = [key.value for key, _ in node.value]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"{name} is given twice: remove one")
+        check_once(str(key.value) for key, _ in node.value)
         return super().construct_mapping(node, deep=deep)

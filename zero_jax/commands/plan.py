@@ -13,16 +13,14 @@ import json
 import math
 import pathlib
 import sys
-import textwrap
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh
 
 from zero_jax.commands import command_line
 from zero_jax.commands.case import Case
-from zero_jax.commands.command_line import flag, setting
+from zero_jax.commands.command_line import setting
 from zero_jax.commands.settings import (
     DEVICES,
     ROW,
@@ -49,19 +47,6 @@ from zero_jax.zero import Zero
 
 _CURVE = (1, 4, 16, 64, 256, 1024)
 _PROG = "python -m zero_jax.plan"
-# The least and the most of each number. The most is far beyond any machine or model, and within the
-# 32 and 64 bits in which shapes and their bytes are counted.
-_RANGES: dict[str, tuple[float, float]] = {
-    "devices": (1, 2**20),
-    "global_batch_size": (1, 2**30),
-    "grad_accum_steps": (1, 2**20),
-    "seq_len": (1, 2**24),
-    "vocab_size": (1, 2**24),
-    "lora_rank": (1, 2**20),
-    "lora_alpha": (0, 1e6),
-    "expert_capacity_factor": (0, 1e6),
-    "bucket_bytes": (1, 2**40),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,12 +139,13 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _overview() -> str:
-    abouts = {name: textwrap.fill(about, 88) for name, (about, _) in _COMMANDS.items()}
-    commands = "\n".join(
-        f"  {name:9}{textwrap.indent(about, ' ' * 11).lstrip()}" for name, about in abouts.items()
-    )
+    abouts = [
+        f"  {name:9}" + about.replace("\n", "\n" + " " * 11)
+        for name, (about, _) in _COMMANDS.items()
+    ]
     end = f"{_PROG} COMMAND --help lists the options of a command."
-    return f"usage: {_PROG} COMMAND [OPTIONS]\n\n{__doc__}\nCommands:\n{commands}\n\n{end}"
+    lines = [f"usage: {_PROG} COMMAND [OPTIONS]", "", __doc__, "Commands:", *abouts, "", end]
+    return "\n".join(lines)
 
 
 def settings_of(command: str) -> tuple[type, ...]:
@@ -191,26 +177,25 @@ def parse(command: str, args: Sequence[str]) -> PlanSettings:
             raise ValueError("auto chooses the stage: leave --stage and --paper-config out")
         given["stage"] = AUTO
     settings = PlanSettings(**with_paper_config(given))
+    command_line.check_values(settings)
     if command != "auto" and settings.stage == AUTO:
         raise ValueError(f"--stage auto is chosen by compiling candidates: {_PROG} auto")
     return settings
 
 
 def _plan(command: str, settings: PlanSettings) -> int:
-    target = targets.target(settings.target)
-    case = case_of(settings)
+    target, case = targets.target(settings.target), case_of(settings)
     memory_bytes = _limit(settings, target)
-    aim = {"target": settings.target, "topology": settings.topology}
-    compiles = command == "compile"
     proof.check(settings.latencies, target)
     if command != "memory":
         aot.check(target, case.zero.mesh.size, settings.topology)
+    aim = {"target": settings.target, "topology": settings.topology}
     if command == "auto":
         case = case.choose(**aim)
         plans = [case.plan(case.zero.config.stage, **aim)]
         shown = plans[0]
     else:
-        own = {**aim, "latencies": settings.latencies} if compiles else {}
+        own = {**aim, "latencies": settings.latencies} if command == "compile" else {}
         plans = [case.plan(s, **(own if s == settings.stage else {})) for s in STAGES]
         shown = next(plan for plan in plans if plan.stage == settings.stage)
     print(_title(case, settings))
@@ -218,18 +203,19 @@ def _plan(command: str, settings: PlanSettings) -> int:
     print(format_layers(shown))
     print(case.attention_on(target))
     if isinstance(case.config, DecoderConfig) and case.config.mixture is not None:
-        print(_of_experts(case, case.config, case.config.mixture.experts, settings.target), end="")
+        print(_of_experts(case, case.config, case.config.mixture.experts, target), end="")
     if command == "memory":
-        products = case.model_flops / target.flops
-        seconds = [least_seconds(plan, products, target) for plan in plans]
+        seconds = [least_seconds(plan, case.model_flops / target.flops, target) for plan in plans]
         print(format_advice(plans, memory_bytes, seconds), end="")
     if shown.compiled is not None:
         print("\n" + format_proof(shown, memory_bytes))
     if settings.latencies is not None:
         print("\nTo run with this schedule, set XLA_FLAGS=" + proof.flags(settings.latencies))
     if settings.json:
-        known = {**_settings(case, settings), **shown.as_dict()}
-        known["stages"] = {str(p.stage): p.as_dict()["predicted"] for p in plans}
+        mesh, stages = case.zero.mesh, {str(p.stage): p.as_dict()["predicted"] for p in plans}
+        chosen = {"devices": mesh.size, "experts": experts_size(mesh), "seq_len": case.row}
+        known = {**dataclasses.asdict(settings), **chosen, "jax": jax.__version__}
+        known |= {**shown.as_dict(), "stages": stages}
         pathlib.Path(settings.json).write_text(json.dumps(known, indent=1) + "\n")
     if settings.plot:
         curves = {s: [(n, case.states(n, s)) for n in _CURVE] for s in STAGES}
@@ -246,7 +232,6 @@ def _limit(settings: PlanSettings, target: targets.Target) -> int:
 
 def _meshes(settings: PlanSettings) -> int:
     """Compares tensor-parallel sizes with the same batch; returns 1 if none fits."""
-    _check_ranges(settings)
     sizes = mesh_sizes(settings.mesh)
     if sizes.keys() & {"model", "data"}:
         raise ValueError(
@@ -259,12 +244,12 @@ def _meshes(settings: PlanSettings) -> int:
         raise ValueError(
             f"--target {target.name} has no modelled step time to compare meshes by: use h100"
         )
-    aim = {"target": settings.target, "topology": settings.topology}
 
     def plan(mp: int, compile: bool) -> Plan:
         mesh = ",".join(f"{axis}={size}" for axis, size in {**sizes, "model": mp}.items())
         case = case_of(dataclasses.replace(settings, mesh=mesh, devices=devices))
-        return case.plan(settings.stage, **(aim if compile else {}))
+        aim = {"target": settings.target, "topology": settings.topology} if compile else {}
+        return case.plan(settings.stage, **aim)
 
     counts = meshes.splits(devices, sizes.get("replica", 1) * sizes.get("experts", 1))
     rows = list(meshes.compare(counts, plan, limit))
@@ -286,7 +271,6 @@ def case_of(settings: PlanSettings) -> Case:
     Raises:
       ValueError: A name is unknown, or settings contradict each other.
     """
-    _check_ranges(settings)
     config, tokens = _model(settings)
     mesh = _mesh(settings, config, tokens)
     zero = Zero(mesh, **settings.zero_settings())
@@ -297,24 +281,6 @@ def case_of(settings: PlanSettings) -> Case:
             f"{settings.grad_accum_steps} micro-batches = {unit}: use {-(-rows // unit) * unit}"
         )
     return Case(config, zero, settings.optimizer, rows, tokens, settings.adapters())
-
-
-def _check_ranges(settings: PlanSettings) -> None:
-    """Checks every number.
-
-    Raises:
-      ValueError: One is out of its range.
-
-    >>> _check_ranges(PlanSettings(seq_len=0))
-    Traceback (most recent call last):
-    ValueError: --seq-len 0: a number from 1 to 16,777,216 is required
-    """
-    for name, (least, most) in _RANGES.items():
-        value = getattr(settings, name)
-        if value is not None and not least <= value <= most:
-            raise ValueError(
-                f"{flag(name)} {value}: a number from {least:g} to {most:,.0f} is required"
-            )
 
 
 def _mesh(settings: PlanSettings, config: families.Config, tokens: int) -> AbstractMesh:
@@ -341,18 +307,19 @@ def _mesh(settings: PlanSettings, config: families.Config, tokens: int) -> Abstr
 
 def _model(settings: PlanSettings) -> tuple[families.Config, int]:
     """Returns the model, and the tokens of a row."""
-    folder, vocab = settings.init_from, settings.vocab_size
+    folder, vocab, tokens = settings.init_from, settings.vocab_size, settings.seq_len
     config = families.preset(settings.model) if folder is None else folder_config.config(folder)
-    if folder is not None and vocab not in (None, config.vocab):
+    config = families.with_capacity(config, settings.expert_capacity_factor)
+    if tokens is None:
+        tokens = min(ROW, config.seq)
+    if folder is None:
+        config = dataclasses.replace(config, vocab=vocab or config.vocab)
+        if isinstance(config, gpt.GPTConfig):  # its positions are parameters
+            config = dataclasses.replace(config, seq=tokens)
+    if vocab not in (None, config.vocab):
         raise ValueError(
             f"--vocab-size {vocab}: the model in {folder} has {config.vocab}; leave it out"
         )
-    config = families.with_capacity(config, settings.expert_capacity_factor)
-    tokens = min(ROW, config.seq) if settings.seq_len is None else settings.seq_len
-    own: dict[str, Any] = {} if vocab is None else {"vocab": vocab}
-    if folder is None and isinstance(config, gpt.GPTConfig):
-        own["seq"] = tokens  # its positions are parameters
-    config = dataclasses.replace(config, **own)
     if tokens > config.seq:
         raise ValueError(f"--seq-len {tokens}: the model has at most {config.seq} positions")
     return config, tokens
@@ -375,17 +342,16 @@ def _title(case: Case, settings: PlanSettings) -> str:
     )
 
 
-def _of_experts(case: Case, config: DecoderConfig, experts: int, target: str) -> str:
+def _of_experts(case: Case, config: DecoderConfig, experts: int, target: targets.Target) -> str:
     """Formats the token count above which gathering experts takes less communication time."""
-    mesh = case.zero.mesh
-    devices = axis_size(mesh, data_axis(mesh))
-    groups = experts_size(mesh)
+    mesh, zero = case.zero.mesh, case.zero.config
+    devices, groups = axis_size(mesh, data_axis(mesh)), experts_size(mesh)
     would = groups if groups > 1 else math.gcd(experts, devices)
     if would == 1:
         return ""
-    wires = expert_elements.wires(targets.target(target))
-    even = expert_elements.even(config, would, devices, case.zero.config.remat, wires)
-    tokens = case.rows * case.row // (batch_shards(mesh) * case.zero.config.grad_accum_steps)
+    wires = expert_elements.wires(target)
+    even = expert_elements.even(config, would, devices, zero.remat, wires)
+    tokens = case.rows * case.row // (batch_shards(mesh) * zero.grad_accum_steps)
     how = f"experts are parallel in {groups} groups"
     if groups == 1:
         how = f"experts are gathered; --mesh experts={would} makes them parallel"
@@ -393,11 +359,3 @@ def _of_experts(case: Case, config: DecoderConfig, experts: int, target: str) ->
         f"{how}. Expert parallelism takes less communication time at stage 3 below {even:,.0f} "
         f"tokens per device and micro-batch; this step has {tokens:,}\n"
     )
-
-
-def _settings(case: Case, settings: PlanSettings) -> dict[str, object]:
-    names = "model init_from global_batch_size compute_dtype reduce_dtype param_comm_dtype"
-    names += " grad_comm_dtype optimizer expert_capacity_factor lora_rank lora_alpha lora_targets"
-    known = {name: getattr(settings, name) for name in (*names.split(), "lora_base_dtype")}
-    known |= {"devices": case.zero.mesh.size, "experts": experts_size(case.zero.mesh)}
-    return {**known, "seq_len": case.row, "jax": jax.__version__}

@@ -18,7 +18,7 @@ ROW = 1024  # the default limit of a row, in tokens
 DEVICES = 4  # the default number of simulated devices
 
 
-def _zero(name: str, help: str, **about: str) -> Any:
+def _zero(name: str, help: str, **about: Any) -> Any:
     """Returns a field with the default of `Zero`, or of its `Precision`."""
     fields = {f.name: f for cls in (Config, Precision) for f in dataclasses.fields(cls)}
     default = fields[name].default
@@ -37,7 +37,7 @@ class ModelSettings:
         None, "Vocabulary size (default: the model's, or 256 for bytes).", unit="tokens"
     )
     expert_capacity_factor: float | None = setting(
-        None, "Expert capacity factor (default: the model's).", unit="ratio"
+        None, "Expert capacity factor (default: the model's).", unit="ratio", least=0
     )
     global_batch_size: int = setting(16, "Rows per step, over all devices.", unit="rows")
     seq_len: int | None = setting(
@@ -64,7 +64,7 @@ class DeviceSettings:
 class ZeroSettings:
     """ZeRO, precision and memory."""
 
-    stage: Literal[0, 1, 2, 3, "auto"] = _zero("stage", "ZeRO stage")
+    stage: Literal[0, 1, 2, 3, "auto"] = _zero("stage", "ZeRO stage", least=0)
     paper_config: Literal["c1", "c2", "c3", "c4", "c5", "zero-100b"] | None = setting(
         None, "Stage and remat of the ZeRO paper"
     )
@@ -96,7 +96,7 @@ class ZeroSettings:
         "sequence_parallel", "Sequence parallelism over the model axis."
     )
     secondary_shards: bool = _zero("secondary_shards", "Shard states over replica too (stage 3).")
-    bucket_bytes: int = _zero("bucket_bytes", "Maximum bytes per collective.")
+    bucket_bytes: int = _zero("bucket_bytes", "Maximum bytes per collective.", most=2**40)
     memory_limit: str | None = _zero(
         "memory_limit",
         "Memory per device, such as 80GB (default: the device's).",
@@ -124,7 +124,7 @@ class LoraSettings:
         None, "Rank of the adapters (default: none, all weights are trained).", unit="dims"
     )
     lora_alpha: float | None = setting(
-        None, "LoRA scale is alpha / rank (default: 2 x rank).", unit="none"
+        None, "LoRA scale is alpha / rank (default: 2 x rank).", unit="none", least=0
     )
     lora_targets: str = setting(
         ALL_LINEAR, "Adapted matrices, such as attn/q,attn/v.", metavar="PATHS"
