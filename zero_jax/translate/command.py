@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import yaml  # type: ignore[import-untyped]
 
-from zero_jax.names import nearest
+from zero_jax.names import check_once, nearest
 from zero_jax.translate.keys import ALIASES, AUTO, KEYS, NOT_NEEDED, TRANSLATED, UNSUPPORTED, shown
 from zero_jax.translate.settings import Arguments, File, arguments
 
@@ -54,9 +54,7 @@ def load(text: str, name: str) -> dict[str, object]:
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    names = [str(name) for name, _ in pairs]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"{', '.join(twice)} twice in one block: remove one of them")
+    check_once(name for name, _ in pairs)
     return dict(pairs)
 
 
@@ -64,7 +62,7 @@ class _UniqueKeys(yaml.SafeLoader):
     # Before merge keys are resolved.
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        _once([(key.value, value) for key, value in node.value])
+        check_once(str(key.value) for key, _ in node.value)
         return node
 
 
@@ -108,21 +106,21 @@ def translate(text: str, name: str, devices: int | None = None) -> tuple[Argumen
                 file.say(key, f"{named} replaces it", NOT_NEEDED)
             more = File(load(_read(path), "a.json")).renamed()
             file.values |= more.values
-            file.labels |= {key: f"{named}: {own}" for key, own in more.labels.items()}
+            file.keys += [(f"{named}: {key}", name, value) for key, name, value in more.keys]
         else:
             why = "not found: translate that file by itself"
             file.say("deepspeed_config.deepspeed_config_file", why, UNSUPPORTED)
             file.renamed().values.setdefault("zero_optimization.stage", 2)
     made = arguments(file, kind, devices)
-    rows = [_row(file, key, made) for key in file.labels]
+    rows = [_row(file, *key, made) for key in file.keys]
     if all(verdict == UNKNOWN for _, _, verdict, _ in rows):
         raise ValueError(f"no key is one of DeepSpeed or of accelerate; {_MEGATRON}")
     return made, rows
 
 
-def _row(file: File, name: str, made: Arguments) -> Row:
-    label, value, parts = file.labels[name], file.values[name], name.split(".")
-    blocks, given = [".".join(parts[:end]) for end in range(len(parts), 0, -1)], shown(value)
+def _row(file: File, label: str, name: str, value: object, made: Arguments) -> Row:
+    parts, given = name.split("."), shown(value)
+    blocks = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
     if said := [file.said[block] for block in blocks if block in file.said]:
         return label, given, said[0].verdict, said[0].why
     key = KEYS.get(name)

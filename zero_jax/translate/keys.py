@@ -56,7 +56,9 @@ def parse(name: str, value: Any, kind: Kind) -> Any:
 
 _FILE = importlib.resources.files(__package__) / "keys.yaml"
 _TABLE = yaml.safe_load(_FILE.read_text("utf-8"))
-ALIASES: dict[str, str] = _TABLE.pop("aliases")
+ALIASES, OPTIMIZERS, SCHEDULES = (
+    dict[str, str](_TABLE.pop(name)) for name in ("aliases", "optimizers", "schedules")
+)
 KEYS: dict[str, Key] = {}
 for _verdict, _groups in _TABLE.items():
     for _group in _groups:

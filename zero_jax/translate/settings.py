@@ -1,6 +1,7 @@
 """The arguments of zero_jax, optax and train.py that a file asks for."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from zero_jax.translate.keys import (
@@ -10,7 +11,8 @@ from zero_jax.translate.keys import (
     KEYS,
     NOT_NEEDED,
     NUMBER,
-    SWITCH,
+    OPTIMIZERS,
+    SCHEDULES,
     TRANSLATED,
     UNSUPPORTED,
     Key,
@@ -21,30 +23,22 @@ from zero_jax.translate.keys import (
 _ZERO, _ADAM, _LR = "zero_optimization.", "optimizer.params.", "scheduler.params."
 _FSDP, _SIZES = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
 _PLAIN = {"adam": "adamw", "onebitadam": "adamw", "zerooneadam": "adamw", "onebitlamb": "lamb"}
-_DECAYED = "optax.chain(optax.add_decayed_weights({decay}), optax."
-_CALLS = {
-    "adamw": "optax.adamw(lr, b1={b1}, b2={b2}, eps={eps}, weight_decay={decay})",
-    "adam": _DECAYED + "adam(lr, b1={b1}, b2={b2}, eps={eps}))",
-    "lamb": "optax.lamb(lr, b1={b1}, b2={b2}, eps={eps}, weight_decay={decay})",
-    "lion": "optax.lion(lr, b1={b1}, b2={b2}, weight_decay={decay})",
-    "sgd": _DECAYED + "sgd(lr, momentum={momentum}, nesterov={nesterov}))",
-    "adagrad": _DECAYED + "adagrad(lr, initial_accumulator_value=0.0, eps={eps}))",
-}
-# Stage of each strategy of FSDP, and whether every host has a replica. FSDP numbers them too.
-_STRATEGIES = {"full_shard": (3, False), "shard_grad_op": (2, False), "no_shard": (0, False)}
-_STRATEGIES |= {"hybrid_shard": (3, True), "hybrid_shard_zero2": (2, True)}
-_STRATEGIES |= {str(i + 1): strategy for i, strategy in enumerate([*_STRATEGIES.values()])}
 # Arguments of make_mesh, Precision, Zero and train.py by name, the call of an optimizer, and its
 # rate. A size that depends on unknown devices is an expression: `D` devices share the batch.
 Arguments = dict[str, Any]
 
 
 class File:
-    """Values by the names of the table, what the file calls them, and sentences about them."""
+    """Values by the names of the table, and sentences about them.
 
-    def __init__(self, values: dict[str, object]) -> None:
-        self.values = values
-        self.labels = {name: name for name in values}
+    Attributes:
+      values: Values by the names of the table.
+      keys: Each key of the file, its name in the table, and its value.
+    """
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        self.values = dict(values)
+        self.keys = [(key, key, value) for key, value in values.items()]
         self.said: dict[str, Key] = {}
 
     def __getitem__(self, name: str) -> Any:
@@ -52,12 +46,15 @@ class File:
         value, key = self.values.get(name), KEYS[name]
         if value is None or value == AUTO:
             return key.auto if value and key.trainer else key.default
-        return parse(self.labels.get(name, name), value, key.kind) if key.kind else value
+        label = next((label for label, of, _ in self.keys if of == name), name)
+        return parse(label, value, key.kind) if key.kind else value
 
     def renamed(self) -> "File":
         """Replaces the names of an accelerate YAML, and old ones, by those of DeepSpeed."""
-        self.labels = {ALIASES.get(name, name): name for name in self.values}
-        self.values = {name: self.values[own] for name, own in self.labels.items()}
+        self.keys = [(key, ALIASES.get(key, key), value) for key, _, value in self.keys]
+        self.values = {name: value for _, name, value in self.keys} | {
+            key: value for key, name, value in self.keys if key == name
+        }
         return self
 
     def say(self, name: str, why: str, verdict: str = TRANSLATED) -> None:
@@ -137,10 +134,7 @@ def _precision(file: File, kind: str) -> Arguments:
 
 
 def _offload(file: File) -> str | None:
-    old = file[f"{_ZERO}cpu_offload_params"] or file[f"{_ZERO}cpu_offload_param"]
-    params = file[f"{_ZERO}offload_param.device"] or ("cpu" if old else "none")
-    old = file[f"{_ZERO}cpu_offload"]
-    optimizer = file[f"{_ZERO}offload_optimizer.device"] or ("cpu" if old else "none")
+    optimizer, params = (file[f"{_ZERO}offload_{x}.device"] for x in ("optimizer", "param"))
     if optimizer == "none" != params:
         why = 'no 16-bit copy is stored; offload="optimizer,params" moves the fp32 parameters'
         file.say(f"{_ZERO}offload_param.device", why, NOT_NEEDED)
@@ -168,9 +162,8 @@ def _stage_and_replicas(file: File) -> tuple[int, int]:
     old, new = f"{_FSDP}sharding_strategy", f"{_FSDP}reshard_after_forward"
     if file[f"{_FSDP}version"] == 2:
         file.say(old, "FSDP2 reads reshard_after_forward", NOT_NEEDED)
-        return 3 if file[new] is None or parse(new, file[new], SWITCH) else 2, 1
-    key = new if file[old] is None else old
-    stage, hybrid = parse(key, "full_shard" if file[key] is None else file[key], _STRATEGIES)
+        return file[new][0], 1
+    stage, hybrid = file[new if file.values.get(old) is None else old]
     return stage, file["num_machines"] if hybrid else 1
 
 
@@ -198,7 +191,7 @@ def _optimizer(file: File) -> Arguments:
     if file["scheduler.type"] in ("WarmupLR", "WarmupDecayLR"):
         file.say(f"{_ADAM}lr", "scheduler.params.warmup_max_lr replaces it")
     family = _PLAIN.get(kind, kind)
-    if family not in _CALLS:
+    if family not in OPTIMIZERS:
         file.say(f"{_ADAM}lr", f"lr = {lr}")
         file.say("optimizer", "unknown: write the call of optax yourself", UNSUPPORTED)
         return made
@@ -217,7 +210,7 @@ def _optimizer(file: File) -> Arguments:
         decay = 0.01 if file[f"{_ADAM}torch_adam"] and not coupled else 0.0
     family = "adam" if coupled and decay else family
     numbers = {"b1": b1, "b2": b2, "eps": eps, "decay": decay, "momentum": file[f"{_ADAM}momentum"]}
-    made["call"] = _CALLS[family].format(**numbers, nesterov=file[f"{_ADAM}nesterov"])
+    made["call"] = OPTIMIZERS[family].format(**numbers, nesterov=file[f"{_ADAM}nesterov"])
     if family not in ("adam", "adagrad"):
         made |= {"optimizer": family, "weight_decay": decay}
     return made
@@ -225,35 +218,29 @@ def _optimizer(file: File) -> Arguments:
 
 def _rate(file: File) -> Arguments:
     """Returns a schedule of DeepSpeed's `lr_schedules.py` as a function of the step."""
-    kind, high = file["scheduler.type"], file[f"{_LR}warmup_max_lr"]
+    kind = file["scheduler.type"]
+    if kind not in SCHEDULES:
+        file.say("scheduler", "unknown: write lr as a function of the step", UNSUPPORTED)
+        return {}
     names = (f"{_LR}warmup_num_steps", f"{_LR}total_num_steps")
     warmup, total = (file[name] for name in names)
     autos = [file.values.get(name) == AUTO for name in names]
-    if kind not in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"):
-        file.say("scheduler", "unknown: write lr as a function of the step", UNSUPPORTED)
-        return {}
+    high, low = file[f"{_LR}warmup_max_lr"], file[f"{_LR}warmup_min_lr"]
+    span, least = high - low, file[f"{_LR}cos_min_ratio"]
     if kind == "WarmupLR" and autos[0]:
         return {"lr": [f"lr = {high}"], "learning_rate": high}
     if kind != "WarmupLR" and total is None and not autos[1]:
         raise ValueError(f"`{names[1]}` is missing: {kind} needs it")
-    up: Any = "warmup" if autos[0] else max(2, warmup)  # of 1 step the logarithm would be 0
-    end: Any = "total" if autos[1] else total or 0
-    fall = f"({end} - {up})" if any(autos) else max(1, end - up)
-    linear, low = file[f"{_LR}warmup_type"] == "linear", file[f"{_LR}warmup_min_lr"]
-    rise = f"step / {up}" if linear else f"jnp.log1p(step) / math.log({up})"
+    if kind == "WarmupCosineLR":  # its bounds are parts of the optimizer's rate
+        high, low = file[f"{_ADAM}lr"], file[f"{_LR}warmup_min_ratio"]
+        span = 1 - low
+    up: int | str = "warmup" if autos[0] else max(2, warmup)  # of 1 step the logarithm would be 0
+    end: int | str = "total" if autos[1] else total or 0
+    fall = f"({end} - {up})" if any(autos) else max(1, int(end) - int(up))
+    is_linear = file[f"{_LR}warmup_type"] == "linear"
+    rise = f"step / {up}" if is_linear else f"jnp.log1p(step) / math.log({up})"
+    bounds = {"high": high, "low": low, "span": span, "least": least, "rest": 1 - least}
+    code = SCHEDULES[kind].format(rise=rise, up=up, end=end, fall=fall, **bounds)
     lines = ['warmup, total = 100, 1000  # "auto": put the steps of your run here'] * any(autos)
-    lines += ["", "def lr(step):", f"    up = jnp.minimum({rise}, 1.0)"]
-    if kind == "WarmupCosineLR":
-        low, least = file[f"{_LR}warmup_min_ratio"], file[f"{_LR}cos_min_ratio"]
-        high = file[f"{_ADAM}lr"]
-        lines += [f"    turn = jnp.pi * (step - {up} + 1) / {fall}"]
-        lines += [f"    up = {low} + {1 - low} * up"]
-        lines += [f"    down = {least} + {1 - least} * (1 + jnp.cos(turn)) / 2"]
-        lines += [f"    return {high} * jnp.where(step < {up}, up, down)", ""]
-    elif kind == "WarmupDecayLR":
-        lines += [f"    down = jnp.maximum({end} - step, 0) / {fall}"]
-        lines += [f"    return {low} + {high - low} * jnp.where(step < {up}, up, down)", ""]
-    else:
-        lines += [f"    return {low} + {high - low} * up", ""]
-    made = {"lr": lines, "learning_rate": high, "max_steps": total}
-    return {**made, "warmup_steps": None if autos[0] else up}
+    made = {"lr": [*lines, "", *code.splitlines(), ""], "learning_rate": high}
+    return {**made, "max_steps": total, "warmup_steps": None if autos[0] else up}
