@@ -236,7 +236,7 @@ def test_we_load_peft_adapters_and_give_their_logits(folders, family, tmp_path):
 @pytest.mark.parametrize(("name", "dtype"), EXPORTED)
 def test_exported_weights_give_the_same_logits_in_pytorch(tmp_path, name, dtype):
     config, params = GPTS[name], noisy(GPTS[name], dtype)
-    save(tmp_path / "in", {"params": params}, {"model": {"heads": config.heads}})
+    save(tmp_path / "in", {"params": params}, {"heads": config.heads})
     interchange.export(tmp_path / "in", tmp_path / "out", max_file_bytes=1e3)
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1
     model = families.by_transformers(tmp_path / "out")

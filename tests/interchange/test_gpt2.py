@@ -19,7 +19,7 @@ from zero_jax.checkpoint.arrays import Damaged
 from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.commands.checkpoint import main
 from zero_jax.interchange import safetensor_files
-from zero_jax.models import gpt
+from zero_jax.models import gpt, hf
 
 ODD, EVEN = GPTS["odd"], GPTS["even"]
 
@@ -52,9 +52,9 @@ def reads(monkeypatch):
 MESHES = [
     ("odd", 1, 0, 1), ("odd", 3, 3, 1), ("even", 4, 3, 1), ("even", 2, 3, 2), ("even", 2, 0, 4),
     ("one head", 3, 1, 1), ("as many heads as columns", 4, 3, 1)]  # fmt: skip
-HEADS = [(ODD, {"heads": 2}, 2), (ODD, {"model": {"heads": 2}}, 2), (ODD, {"model": "nano"}, None),
-         (gpt.preset("nano", seq=4, layers=1, vocab=9), {"model": "nano"}, 4),
-         (ODD, {"heads": "2"}, None), (ODD, None, None), (ODD, [1], None)]  # fmt: skip
+HEADS = [
+    (ODD, {"heads": 2}, 2), (ODD, {"hf_config": hf.json_of(ODD, "float32")}, 2),
+    (ODD, {"heads": "2"}, None), (ODD, None, None), (ODD, [1], None)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "n", "stage", "model"), MESHES)
@@ -165,7 +165,7 @@ def test_the_commands_say_what_is_wrong_and_leave_no_folder(exported, tmp_path, 
     with Checkpoints(new, read_only=True) as checkpoints:
         assert checkpoints.steps == [0]
         back = checkpoints.restore((abstract(ODD),), say=lambda _: None)
-    assert back.config["model"]["heads"] == 2
+    assert back.config["hf_config"]["n_head"] == 2
     assert_bitwise(back.tree[0], params)
 
 

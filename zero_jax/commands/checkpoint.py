@@ -4,7 +4,6 @@ All commands run on the CPU. docs/interchange.md lists the supported models.
 """
 
 import argparse
-import dataclasses
 import json
 import pathlib
 import sys
@@ -18,7 +17,7 @@ from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.checkpoint.manifest import SEAL, Manifest
 from zero_jax.interchange import folder_config, hugging_face
 from zero_jax.interchange.exporter import MAX_FILE_BYTES
-from zero_jax.models import families, gpt
+from zero_jax.models import families
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.zero import Zero
 
@@ -109,16 +108,10 @@ def _import(args: argparse.Namespace) -> int:
 
     params = hugging_face.load(args.folder, Zero(make_mesh(), stage=3).eval_shape(make))
     with Checkpoints(args.dir) as checkpoints:
-        checkpoints.save(args.step, (params,), config=_export_config(args.folder, config))
+        recorded = {"hf_config": folder_config.read(args.folder)}  # from which `export` rebuilds it
+        checkpoints.save(args.step, (params,), config=recorded)
     print(f"{args.dir}: step {args.step}, {config}")
     return 0
-
-
-def _export_config(folder: pathlib.Path, config: families.Config) -> dict[str, object]:
-    """The config of the checkpoint, from which `export` rebuilds the model."""
-    if isinstance(config, gpt.GPTConfig):
-        return {"model": dataclasses.asdict(config)}
-    return {"hf_config": folder_config.read(folder)}
 
 
 def _parser() -> argparse.ArgumentParser:

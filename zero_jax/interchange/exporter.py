@@ -7,7 +7,6 @@ Host memory: one chunk, of about 64 MiB, whatever the size of the model and of t
 """
 
 import contextlib
-import dataclasses
 import math
 import pathlib
 import shutil
@@ -23,7 +22,7 @@ from zero_jax.checkpoint.manifest import ITEM, check_seal
 from zero_jax.interchange import folder_config
 from zero_jax.interchange.folder_config import CONFIG, Path, few, write_json
 from zero_jax.interchange.safetensor_files import DTYPES, Writer
-from zero_jax.models import decoder_presets, gpt_config, hf, hf_gpt2
+from zero_jax.models import hf, hf_gpt2
 from zero_jax.models.hf_places import Places
 
 MAX_FILE_BYTES = 2 * 10**9
@@ -56,8 +55,8 @@ def export(
       out: Folder to create; it appears when all files are written.
       step: Step of the checkpoint; the newest by default.
       max_file_bytes: Maximum bytes of tensors per file; a larger tensor gets its own file.
-      heads: Number of attention heads, which shapes do not determine. The default is in the config
-        of the checkpoint: its "heads", those of its "model", or of the preset that "model" names.
+      heads: Number of attention heads of a GPT-2, which shapes do not determine. The default is in
+        the config of the checkpoint: its "heads", or those of its "hf_config", a config.json.
       prefix: Prefix of the paths of parameters; by default "0/", none or "params/".
       like: A folder of the same model, such as the one it was loaded from. Its config.json
         provides fields that shapes do not determine, and its tokenizer is copied.
@@ -86,7 +85,7 @@ def export(
         if origin is not None:
             config = folder_config.config(origin)
         else:
-            config = _config(recorded, arrays, heads)
+            config = _config(recorded, arrays, recorded.get("heads") if heads is None else heads)
         dtype = _dtype(arrays, config)
         known = hf.json_of(config, dtype)
         theirs = folder_config.read(origin) if origin else {}
@@ -230,32 +229,17 @@ def _parameters(held: Mapping[str, StoredArray], prefix: str | None) -> dict[str
 
 
 def _config(
-    recorded: Mapping[str, object], arrays: Mapping[str, StoredArray], heads: int | None
+    recorded: Mapping[str, object], arrays: Mapping[str, StoredArray], heads: object
 ) -> hf.Config:
-    """Returns the config that a run recorded with its checkpoint, or that of shapes and heads."""
-    model, hf_config = recorded.get("model"), recorded.get("hf_config")
-    if _EMBEDDINGS[0] in arrays:
-        shapes = {path: entry.shape for path, entry in arrays.items()}
-        if heads is None:
-            heads = _heads(recorded, shapes[_EMBEDDINGS[0]][-1:])
-        return hf_gpt2.config_of_shapes(shapes, heads)
+    """Returns the config of shapes and heads, or that which a run recorded with its checkpoint."""
+    hf_config, is_gpt = recorded.get("hf_config"), _EMBEDDINGS[0] in arrays
+    if is_gpt and isinstance(heads, int):
+        return hf_gpt2.config_of_shapes({path: x.shape for path, x in arrays.items()}, heads)
     if isinstance(hf_config, Mapping):
         return hf.config_of(hf_config)
-    if isinstance(model, str) and model in decoder_presets.PRESETS:
-        return decoder_presets.PRESETS[model]
+    if is_gpt:
+        raise ValueError("it does not record the number of attention heads: give --heads N")
     raise ValueError("shapes do not determine its config: give --like DIR with a config.json")
-
-
-def _heads(recorded: Mapping[str, object], width: tuple[int, ...]) -> int:
-    """Returns the number of heads that a run recorded with its checkpoint."""
-    model = recorded.get("model")
-    preset = gpt_config.PRESETS.get(model) if isinstance(model, str) else None
-    if preset is not None and width == (preset.width,):
-        model = dataclasses.asdict(preset)
-    for known in (recorded, model):
-        if isinstance(known, Mapping) and isinstance(known.get("heads"), int):
-            return int(known["heads"])
-    raise ValueError("it does not record the number of attention heads: give --heads N")
 
 
 def _dtype(arrays: Mapping[str, StoredArray], config: hf.Config) -> str:
