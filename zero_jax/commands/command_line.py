@@ -19,7 +19,7 @@ from zero_jax.names import check_once, nearest
 
 T = TypeVar("T")
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
-_WIDTH, _COLUMN = 100, 34  # of help, in characters
+_HELP = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=34, width=100)
 
 
 def flag(name: str) -> str:
@@ -110,7 +110,7 @@ def parse(
     parser = _Parser(
         prog=prog,
         description=description,
-        formatter_class=_Help,
+        formatter_class=_HELP,
         usage="%(prog)s [OPTIONS]",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
@@ -124,15 +124,6 @@ def parse(
     if len(files) > 1:
         parser.error(f"--config is given {len(files)} times: give one file")
     return {**parser.settings_of_file(files[0]), **given} if files else given
-
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=_COLUMN, width=_WIDTH)
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        names = ", ".join(action.option_strings)  # the metavar once, also after two spellings
-        return names if action.nargs == 0 else f"{names} {action.metavar}"
 
 
 class _Parser(argparse.ArgumentParser):

@@ -4,6 +4,14 @@
     python -m zero_jax.plan compile --model llama-3.1-70b --devices 8 --lora-rank 16
     python -m zero_jax.plan auto --model 1t --devices 1024 --global-batch-size 1024
 
+Commands, whose options `python -m zero_jax.plan COMMAND --help` lists:
+  memory   Predicts bytes per device and communication of a step at stages 0 to 3, from shapes.
+  compile  Compiles the step of --stage ahead of time, without a GPU. Prints its memory,
+           collectives and modelled time beside the prediction.
+  auto     Chooses the stage, accumulation steps, remat and offload that fit in --memory-limit, by
+           compiling candidates. --remat and --grad-accum-steps are lower bounds.
+  meshes   Compiles the step at each tensor-parallel size and compares the modelled seconds.
+
 No GPU is needed. Names and defaults of settings are those of train.py and `Zero`. To plan another
 model, call `Zero.plan`.
 """
@@ -93,26 +101,12 @@ class PlanSettings(
     """All settings of a plan; a command has a part of them."""
 
 
-# Commands, with what each does and the settings that only some have.
-_COMMANDS: dict[str, tuple[str, tuple[type, ...]]] = {
-    "memory": (
-        "Predicts bytes per device and communication of a step at stages 0 to 3, from shapes.",
-        (OutputSettings,),
-    ),
-    "compile": (
-        "Compiles the step of --stage ahead of time, without a GPU. Prints its memory,\n"
-        "collectives and modelled time beside the prediction.",
-        (OutputSettings, ScheduleSettings),
-    ),
-    "auto": (
-        "Chooses the stage, accumulation steps, remat and offload that fit in --memory-limit, by\n"
-        "compiling candidates. --remat and --grad-accum-steps are lower bounds.",
-        (OutputSettings,),
-    ),
-    "meshes": (
-        "Compiles the step at each tensor-parallel size and compares the modelled seconds.",
-        (),
-    ),
+# The settings that only some commands have.
+_COMMANDS: dict[str, tuple[type, ...]] = {
+    "memory": (OutputSettings,),
+    "compile": (OutputSettings, ScheduleSettings),
+    "auto": (OutputSettings,),
+    "meshes": (),
 }
 
 
@@ -122,7 +116,7 @@ def main(args: Sequence[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")
     words = list(sys.argv[1:] if args is None else args)
     if not words or words[0] in ("-h", "--help"):
-        print(_overview())
+        print(__doc__)
         return 0 if words else 2
     name = words.pop(0)
     try:
@@ -138,24 +132,13 @@ def main(args: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _overview() -> str:
-    abouts = [
-        f"  {name:9}" + about.replace("\n", "\n" + " " * 11)
-        for name, (about, _) in _COMMANDS.items()
-    ]
-    end = f"{_PROG} COMMAND --help lists the options of a command."
-    lines = [f"usage: {_PROG} COMMAND [OPTIONS]", "", __doc__, "Commands:", *abouts, "", end]
-    return "\n".join(lines)
-
-
 def settings_of(command: str) -> tuple[type, ...]:
     """Returns the groups of settings that a command has.
 
     >>> OutputSettings in settings_of("meshes")
     False
     """
-    own = _COMMANDS[command][1]
-    return (*SHARED, TargetSettings, *own)
+    return (*SHARED, TargetSettings, *_COMMANDS[command])
 
 
 def parse(command: str, args: Sequence[str]) -> PlanSettings:
@@ -167,10 +150,12 @@ def parse(command: str, args: Sequence[str]) -> PlanSettings:
     >>> parse("memory", ["--model", "124m", "--devices", "8"]).devices
     8
     """
-    prog, about = f"{_PROG} {command}", _COMMANDS[command][0]
-    hidden = ("stage", "paper_config") if command == "auto" else ()
     given = command_line.parse(
-        settings_of(command), args, prog=prog, description=about, hidden=hidden
+        settings_of(command),
+        args,
+        prog=f"{_PROG} {command}",
+        description=__doc__,
+        hidden=("stage", "paper_config") if command == "auto" else (),
     )
     if command == "auto":
         if given.get("stage", AUTO) != AUTO or "paper_config" in given:
