@@ -1,48 +1,43 @@
 """Data files that a run reads for hours: opened without blocking, and checked for changes.
 
-A run remembers the size, modification time and inode of a file, and checksums of its content. A
-read that meets other content raises `DataChanged`: the run never trains on it. Files are read, not
-mapped, because a mapped file that shrinks ends the process by SIGBUS.
+A read that meets other content than before raises `DataChanged`: the run never trains on it. Files
+are read, not mapped, because a mapped file that shrinks ends the process by SIGBUS.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.integer[Any]]
+Arrays = tuple[np.ndarray, ...]
+T = TypeVar("T")
 
+AHEAD = 2  # batches that are made while the devices work
 # Files of more bytes are fingerprinted by samples: 64 MiB take 0.05 s, 1 TB would take minutes.
 EXACT = 1 << 26
 SAMPLE = 1 << 16  # bytes
-DIGEST = 6  # bytes of a fingerprint
+_NOT_REGULAR = "{} is not a regular file: copy its contents to one"
 
 
 class DataChanged(OSError):
-    """A data file has other content than when the run began to read it.
-
-    Args:
-        where: The file, and the line where there is one.
-        change: The difference, from `difference`.
-    """
+    """A data file, or one of its lines, has other content than when the run began to read it."""
 
     def __init__(self, where: str, change: str) -> None:
         super().__init__(
-            f"{where} changed during the run ({change}): restore this file of --data and repeat "
+            f"{where} changed during the run ({change or 'same size, time and inode'}): restore this file of --data and repeat "
             "the command, or train on the new one with another --output-dir"
         )
-
-
-_NOT_REGULAR = "{} is not a regular file: copy its contents to one"
 
 
 def check_regular(path: Path) -> None:
@@ -52,11 +47,7 @@ def check_regular(path: Path) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a file to read its bytes; does not wait for a writer where a pipe took its place.
-
-    Raises:
-        OSError: The file can't be opened, or is not a regular file.
-    """
+    """Opens a file to read its bytes; raises OSError, and does not wait, if a pipe took its place."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -73,7 +64,7 @@ def reopen(path: Path, where: str) -> BinaryIO:
 
 
 def difference(before: os.stat_result, now: os.stat_result) -> str:
-    """Describes how the status of a file differs from an earlier one, for an error message."""
+    """Describes how the status of a file differs from an earlier one; "" if it is the same."""
     parts = []
     if now.st_size != before.st_size:
         parts.append(f"size {before.st_size:,} bytes, now {now.st_size:,}")
@@ -82,7 +73,7 @@ def difference(before: os.stat_result, now: os.stat_result) -> str:
         parts.append(f"written {written:%Y-%m-%d %H:%M:%S} UTC")
     if now.st_ino != before.st_ino:
         parts.append(f"inode {before.st_ino}, now {now.st_ino}")
-    return "; ".join(parts) or "same size, time and inode, other content"
+    return "; ".join(parts)
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -104,23 +95,26 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(walk(folder, frozenset()), key=lambda path: path.relative_to(folder).as_posix())
 
 
-def fingerprint(read: Callable[[int, int], bytes], size: int) -> str:
-    """Returns a checksum of content, as hexadecimal digits.
+def checksum(*parts: bytes) -> str:
+    """Returns a checksum of parts of bytes, as 12 hexadecimal digits."""
+    digest = hashlib.blake2b(digest_size=6)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
 
-    Content of more than `EXACT` bytes is read at `EXACT / SAMPLE` evenly spaced places.
+
+def fingerprint(read: Callable[[int, int], bytes], size: int) -> str:
+    """Returns a checksum of `size` bytes, of samples if they are more than `EXACT`.
 
     Args:
-        read: Returns the bytes of a range by its start and its length.
-        size: Bytes of the content.
+        read: Returns the bytes of a range, from its start and its length.
+        size: Number of bytes.
     """
-    digest = hashlib.blake2b(str(size).encode(), digest_size=DIGEST)
     if size <= EXACT:
-        digest.update(read(0, size))
-    else:
-        places = EXACT // SAMPLE
-        for place in range(places):
-            digest.update(read((size - SAMPLE) * place // (places - 1), SAMPLE))
-    return digest.hexdigest()
+        return checksum(str(size).encode(), read(0, size))
+    places = EXACT // SAMPLE
+    samples = (read((size - SAMPLE) * at // (places - 1), SAMPLE) for at in range(places))
+    return checksum(str(size).encode(), *samples)
 
 
 class TokenFile:
@@ -135,15 +129,14 @@ class TokenFile:
         size: Number of tokens; by default all that follow.
 
     Attributes:
-        fingerprint: Checksum of the full file, as hexadecimal digits.
+        fingerprint: Checksum of the full file.
     """
 
     def __init__(
         self, path: Path, dtype: npt.DTypeLike, offset: int = 0, size: int | None = None
     ) -> None:
         self.dtype: np.dtype[Any] = np.dtype(dtype)
-        self._path, self._offset = path, offset
-        self._status = path.stat()
+        self._path, self._offset, self._status = path, offset, path.stat()
         self._bytes = self._status.st_size
         self.fingerprint = self._fingerprint()
         self.size = (self._bytes - offset) // self.dtype.itemsize if size is None else size
@@ -155,17 +148,13 @@ class TokenFile:
         return view
 
     def __getitem__(self, at: slice) -> IntArray:
-        """Reads a slice of neighbouring tokens.
-
-        Raises:
-            DataChanged: The file has other content than before.
-        """
+        """Reads neighbouring tokens; raises DataChanged if the file has other content than before."""
         start, stop, _ = at.indices(self.size)
         item = self.dtype.itemsize
         content, now = self._read(self._offset + start * item, max(0, stop - start) * item)
-        if _version(now) != _version(self._status):
+        if change := difference(self._status, now):
             if now.st_size < self._bytes or self._fingerprint() != self.fingerprint:
-                raise DataChanged(str(self._path), difference(self._status, now))
+                raise DataChanged(str(self._path), change)
             self._status = now  # written again, with the same content
         return np.frombuffer(content, self.dtype)
 
@@ -178,5 +167,16 @@ class TokenFile:
             return file.read(size), os.fstat(file.fileno())
 
 
-def _version(status: os.stat_result) -> tuple[int, int, int]:
-    return status.st_size, status.st_mtime_ns, status.st_ino
+def read_ahead(batches: Iterator[T]) -> Iterator[T]:
+    """Yields batches that a thread makes while the devices work, in their order."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        # From one generator: after an error the batches that are queued behind it end at once.
+        ahead = [thread.submit(next, batches) for _ in range(AHEAD)]
+        while True:
+            ahead.append(thread.submit(next, batches))
+            yield ahead.pop(0).result()
+
+
+def stacked(rows: Sequence[Arrays]) -> Arrays:
+    """Returns arrays of rows as one array for each of their parts."""
+    return tuple(np.stack(part) for part in zip(*rows, strict=True))

@@ -7,7 +7,6 @@ packed in its own order.
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from training.answers import answers_in
+from training.data_files import Arrays, read_ahead, stacked
 from training.packing import Counts, Document, Lane, Row, row_of
 from training.records import Completion, Records, parse
 from training.show import human_count, printable
@@ -23,13 +23,11 @@ from training.tokenizer import Ids, Tokenizer
 if TYPE_CHECKING:
     import grain  # at run time inside the functions: it imports jax
 
-Arrays = tuple[np.ndarray, ...]
 Place = list[list[int]]  # of each lane
 HELD_OUT = 10  # every so many documents one
-TRIED = 100  # held-out documents that are tried as the prompt of a sample
+TRIED = 100  # documents that are tried until the tokenizer accepts one, or one fits as a prompt
 LOOKED = 1000  # documents that the outlook of a run reads
 ENDS_LOOKED = 8  # documents of each source in which `ends` looks for end tokens
-AHEAD = 2  # batches that are made while the devices work
 
 
 class Source(NamedTuple):
@@ -120,13 +118,12 @@ class Documents:
     def ends(self) -> list[int]:
         """Tokens that end a text or a turn in the first documents of each source."""
         ends: dict[int, None] = {}
-        for source in self._sources:
-            for at in range(min(ENDS_LOOKED, len(source.records))):
+        for records, _ in self._sources:
+            for at in range(min(ENDS_LOOKED, len(records))):
                 try:
-                    ids, mask = self._tokenizer.document(source.records[at], self._loss_on)
+                    end = self._tokenizer.end_of(*self._tokenized(records, at))
                 except ValueError:  # counted as refused when training reads it
                     continue
-                end = self._tokenizer.end_of(ids, mask)
                 if end is not None:
                     ends[end] = None
         return list(ends)
@@ -142,11 +139,10 @@ class Documents:
 
         def read(number: int) -> tuple[Document | None, Counts]:
             nonlocal counts
-            source, at = self._stream[number]
-            document, count = self._read(source, at)
+            document, count = self._numbered(number)
             counts += count
             if document is not None:
-                accepted.add(source)
+                accepted.add(self._stream[number][0])
             return document, count
 
         rows = len(_rows(Lane(read, self._seq, 0, 1, end=looked), looked))
@@ -171,30 +167,21 @@ class Documents:
         lanes on; None is the beginning. `counts` has the documents of the batches that were
         returned, not those read ahead.
         """
+        for arrays, after, self.counts in read_ahead(self._packed(place, index, count)):
+            yield arrays, after
+
+    def _packed(
+        self, place: Place | None, index: int, count: int
+    ) -> Iterator[tuple[Arrays, Place, Counts]]:
         each, lanes = self._batch // count, []
         for number in range(index * each, (index + 1) * each):
             following, *waiting = place[number] if place else [number]
-            lanes.append(
-                Lane(
-                    lambda at: self._read(*self._stream[at]),
-                    *(self._seq, following, self._batch, waiting),
-                    patience=self._epoch,
-                )
-            )
-
-        def packed() -> Iterator[tuple[Arrays, Place, Counts]]:
-            while True:
-                arrays = _stacked([row for lane in lanes if (row := lane.row()) is not None])
-                counts = sum((lane.counts for lane in lanes), Counts())
-                yield arrays, [lane.place for lane in lanes], counts
-
-        made = packed()  # a generator: after an error, what is queued behind it ends at once
-        with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            ahead = [thread.submit(next, made) for _ in range(AHEAD)]
-            while True:
-                ahead.append(thread.submit(next, made))
-                arrays, after, self.counts = ahead.pop(0).result()
-                yield arrays, after
+            own = (self._numbered, self._seq, following, self._batch, waiting)
+            lanes.append(Lane(*own, patience=self._epoch))
+        while True:
+            arrays = stacked([row for lane in lanes if (row := lane.row()) is not None])
+            counts = sum((lane.counts for lane in lanes), Counts())
+            yield arrays, [lane.place for lane in lanes], counts
 
     def held_out(self, index: int, count: int, most: int | None = None) -> Iterator[Arrays]:
         """Yields this process's rows of one pass, at most `most` batches, in order."""
@@ -203,7 +190,7 @@ class Documents:
         each, done = self._batch // count, 0
         while (most is None or done < most) and (rows := _rows(lane, self._batch)):
             rows += [row_of([], self._seq)] * (self._batch - len(rows))
-            yield _stacked(rows[index * each : (index + 1) * each])
+            yield stacked(rows[index * each : (index + 1) * each])
             done += 1
 
     def held_out_batches(self) -> int | None:
@@ -254,6 +241,10 @@ class Documents:
             return streams[0]
         return grain.MapDataset.mix(streams, weights=[source.weight for source in self._sources])
 
+    def _numbered(self, number: int) -> tuple[Document | None, Counts]:
+        """Reads a document of the endless order."""
+        return self._read(*self._stream[number])
+
     def _read(self, source: int, at: int) -> tuple[Document | None, Counts]:
         """Tokenizes a document, and truncates it or leaves it out if it is longer than a row."""
         try:
@@ -280,15 +271,15 @@ class Documents:
 
         If `long` is "error", raises it if any document is refused or longer than a row.
         """
-        first: ValueError | None = None
-        for at in range(min(TRIED, len(records)) if self._long != "error" else 0):
-            try:
-                self._tokenized(records, at)
-                return
-            except ValueError as error:
-                first = first or error
-        if first is not None:
-            raise first
+        if self._long != "error":
+            problems = []
+            for at in range(min(TRIED, len(records))):
+                try:
+                    self._tokenized(records, at)
+                    return
+                except ValueError as error:
+                    problems.append(error)
+            raise problems[0]
         for at in range(len(records)):
             ids, _ = self._tokenized(records, at)
             if len(ids) > self._seq + 1:
@@ -303,7 +294,3 @@ def _rows(lane: Lane, most: int) -> list[Row]:
     while len(rows) < most and (row := lane.row()) is not None:
         rows.append(row)
     return rows
-
-
-def _stacked(rows: Sequence[Row]) -> Arrays:
-    return tuple(np.stack(part) for part in zip(*rows, strict=True))

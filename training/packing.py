@@ -31,21 +31,15 @@ DESCRIPTIONS = {
 
 @dataclasses.dataclass
 class Counts:
-    """Numbers of documents by their treatment, each counted as often as it is read.
-
-    Attributes:
-        whole, cut, dropped, empty, refused: Numbers; `DESCRIPTIONS` says of which documents.
-        reason: Message of the first document that was refused.
-        longest: Tokens of the longest document.
-    """
+    """Numbers of documents by their treatment, each counted as often as it is read."""
 
     whole: int = 0
     cut: int = 0
     dropped: int = 0
     empty: int = 0
     refused: int = 0
-    reason: str = ""
-    longest: int = 0
+    reason: str = ""  # message of the first document that was refused
+    longest: int = 0  # tokens of the longest document
 
     def __add__(self, other: Counts) -> Counts:
         numbers = {kind: getattr(self, kind) + getattr(other, kind) for kind in DESCRIPTIONS}
@@ -64,11 +58,7 @@ Read = Callable[[int], tuple[Document | None, Counts]]  # None: the document is 
 
 
 def row_of(documents: Sequence[Document], seq: int) -> Row:
-    """Packs documents in a row.
-
-    Args:
-        documents: Tokens and mask of the learned tokens of each, together at most `seq + 1` tokens.
-        seq: Sequence length S.
+    """Packs documents, of together at most `seq + 1` tokens, in a row.
 
     >>> first = np.array([5, 6, 7]), np.array([False, True, True])
     >>> second = np.array([8, 9]), np.array([True, True])
@@ -94,8 +84,7 @@ class Lane:
     """Documents `following`, `following + step` and so on, packed in rows.
 
     Args:
-        read: Returns the document of a number, of at most `seq + 1` tokens, or None to leave it
-            out; and its count.
+        read: Returns the document of a number, of at most `seq + 1` tokens, and its count.
         seq: Sequence length S.
         following: Number of the document that is read next.
         step: Difference of the numbers of neighbouring documents.
@@ -120,13 +109,9 @@ class Lane:
         patience: int = 10**6,
     ) -> None:
         self._read, self._seq, self._step, self._end = read, seq, step, end
-        self._patience = patience
-        self.following, self.counts = following, Counts()
-        self._waiting: dict[int, tuple[Document, Counts]] = {}
-        for number in waiting:
-            document, counts = read(number)
-            if document is not None:
-                self._waiting[number] = document, counts
+        self._patience, self.following, self.counts = patience, following, Counts()
+        known = ((number, *read(number)) for number in waiting)
+        self._waiting = {n: (document, counts) for n, document, counts in known if document}
 
     @property
     def place(self) -> list[int]:
@@ -148,7 +133,7 @@ class Lane:
             document, counts = self._waiting.pop(number)
             self.counts += counts
             packed.append(document)
-            room -= len(document[0])
+            room -= sizes[number]
 
     def _fill(self) -> None:
         left_out, counts = 0, Counts()

@@ -4,21 +4,17 @@
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     {"prompt": "...", "completion": "..."}      each a text, or messages
 
-Beside messages `tools` lists the functions that the assistant may call, and `chat_template_kwargs`
-gives further variables of the chat template. A message's `"weight": 0` or `"train": false` leaves
-an answer out of the loss.
-
-Every line is checked once, when a file is opened: an error names file and line before training.
-Memory holds 20 bytes per document: file, offset, number and checksum of its line, so that a line
-that changes while a run reads it raises `DataChanged`. Tables and compressed files, whose rows
-can't be read one by one, are copied as lines to a temporary folder.
+docs/chat-data.md describes their other fields. Every line is checked once, when a file is opened:
+an error names file and line before training. Memory holds 20 bytes per document: file, offset,
+number and checksum of its line, so that a line that changes while a run reads it raises
+`DataChanged`. Tables and compressed files, whose rows can't be read one by one, are copied as lines
+to a temporary folder.
 """
 
 from __future__ import annotations
 
 import array
 import functools
-import hashlib
 import json
 import os
 import shutil
@@ -30,9 +26,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from training.data_files import (
-    DIGEST,
     DataChanged,
     check_regular,
+    checksum,
     difference,
     files_in,
     open_regular,
@@ -55,11 +51,11 @@ _COLUMNS = ("text", "messages", "prompt", "completion", "tools", "chat_template_
 _FLAGS = ("weight", "train", "training")  # of a message: 0 or false leaves it out of the loss
 _RENAMED = {"functions": "tools", "function_call": "tool_calls", "train_detail": "train"}
 _AT_ONCE = 1024  # rows of a table
-_HEAD = 1 << 24  # bytes of a file that are looked at, for documents under another name
+_HEAD = 1 << 24  # bytes of a file that are searched for documents under another name
 
 
 def is_documents(path: Path) -> bool:
-    """Returns True if the names of a file, or of the files of a folder, are those of documents.
+    """Returns True if a file, or all files of a folder, are named as documents.
 
     Raises:
         ValueError: A folder has documents and other files; or a file has documents or tables under
@@ -74,21 +70,22 @@ def is_documents(path: Path) -> bool:
             f"{path} is JSON, which is unsupported: save each document as one line of a .jsonl "
             f"file (json.dumps), or rename it {files[0].stem}.txt to train on it as text"
         )
-    documents = [file for file in files if _has_documents(file)]
-    others = [file for file in files if not _has_documents(file)]
+    others = [file for file in files if not _named_as_documents(file)]
+    documents = [file for file in files if file not in others]
     if documents and others:
         raise ValueError(
             f"{path} holds documents ({documents[0].name}) and other files ({others[0].name}): "
             "move the other files to another folder"
         )
     for file in others:
-        if file.suffix.lower() in (*COMPRESSED, *UNREAD):
+        suffix = file.suffix.lower()
+        if suffix in (*COMPRESSED, *UNREAD):
             raise ValueError(
                 f"{file}: {file.suffix} files are unsupported. Save documents as .jsonl (also "
                 ".jsonl.gz) or .parquet, with the columns text, messages, or prompt and "
                 "completion; or text as .txt in UTF-8"
             )
-        if file.suffix.lower() != ".txt" and file.is_file() and _holds_documents(file):
+        if suffix != ".txt" and file.is_file() and _holds_documents(file):
             raise ValueError(
                 f"{file} holds JSON objects: rename it {file.stem}.jsonl to train on documents, "
                 f"one per line, or {file.stem}.txt to train on it as text"
@@ -96,21 +93,18 @@ def is_documents(path: Path) -> bool:
     return bool(documents)
 
 
-def _has_documents(path: Path) -> bool:
-    name = path.name.lower()
-    return path.suffix.lower() == TABLE or any(
-        name.endswith((suffix, *(suffix + packed for packed in COMPRESSED))) for suffix in LINES
-    )
+def _named_as_documents(path: Path) -> bool:
+    *_, before, last = ["", "", *(suffix.lower() for suffix in path.suffixes)]
+    return last in (*LINES, TABLE) or (before in LINES and last in COMPRESSED)
 
 
 def _holds_documents(path: Path) -> bool:
     """Returns True if a file begins with two JSON objects, or with a list of documents."""
     with open_regular(path) as file:
-        for size in (64, _HEAD):
-            file.seek(0)
-            head = file.read(size).decode("utf-8-sig", errors="replace").lstrip()
-            if not head.startswith(("{", "[")):
-                return False
+        if not file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")):
+            return False
+        file.seek(0)
+        head = file.read(_HEAD).decode("utf-8-sig", errors="replace").lstrip()
     decoder = json.JSONDecoder()
     try:
         first, end = decoder.raw_decode(head.removeprefix("[").lstrip())
@@ -127,12 +121,12 @@ def _visible(folder: Path) -> list[Path]:
     return [path for path in files_in(folder) if not path.name.startswith(".")]
 
 
-class _Source(NamedTuple):
-    """A file of documents, and the file of lines to read: the same, or a copy."""
+class _Lines(NamedTuple):
+    """The lines of a file: the file itself, or their copy."""
 
     path: Path
-    lines: Path
-    status: os.stat_result
+    copy: Path
+    status: os.stat_result  # of the copy when it was indexed
 
 
 class Records:
@@ -151,8 +145,8 @@ class Records:
         if not path.exists():
             raise FileNotFoundError(f"{path} does not exist: check the path")
         self.name = path.resolve().name
-        self._sources: list[_Source] = []
-        self._source, self._start = array.array("I"), array.array("q")  # of each document
+        self._files: list[_Lines] = []
+        self._file, self._start = array.array("I"), array.array("q")  # of each document
         self._number, self._sum = array.array("I"), array.array("I")
         for file in _visible(path) if path.is_dir() else [path]:
             check_regular(file)
@@ -171,10 +165,10 @@ class Records:
         start = 0
         # Opened for each reading: a folder may have more files than a process may have open.
         with open_regular(lines) as file:
-            self._sources.append(_Source(path, lines, os.fstat(file.fileno())))
+            self._files.append(_Lines(path, lines, os.fstat(file.fileno())))
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    self._source.append(len(self._sources) - 1)
+                    self._file.append(len(self._files) - 1)
                     self._start.append(start)
                     self._number.append(number)
                     self._sum.append(zlib.crc32(line.strip()))
@@ -188,43 +182,39 @@ class Records:
         return len(self._start)
 
     def __getitem__(self, at: int) -> Record:
-        """Reads a document.
-
-        Raises:
-            DataChanged: Its line is not the one that was checked.
-        """
-        source = self._sources[self._source[at]]
-        with reopen(source.lines, self.where(at)) as file:
+        """Reads a document; raises DataChanged if its line is not the one that was checked."""
+        lines = self._files[self._file[at]]
+        with reopen(lines.copy, self.where(at)) as file:
             now = os.fstat(file.fileno())
             file.seek(self._start[at])
             line = file.readline()
         if zlib.crc32(line.strip()) != self._sum[at]:
-            raise DataChanged(self.where(at), difference(source.status, now))
+            raise DataChanged(self.where(at), difference(lines.status, now))
         record: Record = json.loads(line)
         return record
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Checksum of all documents in their order, as hexadecimal digits."""
-        return hashlib.blake2b(self._sum.tobytes(), digest_size=DIGEST).hexdigest()
+        """Checksum of all documents in their order."""
+        return checksum(self._sum.tobytes())
 
     def where(self, at: int) -> str:
         """Returns file and line of a document."""
-        path = self._sources[self._source[at]].path
+        path = self._files[self._file[at]].path
         unit = "row" if path.suffix.lower() == TABLE else "line"
         return f"{path}, {unit} {self._number[at]}"
 
 
 def _copy_lines(path: Path, out: Path) -> None:
     """Writes the lines of a compressed file, or the rows of a table as lines of JSON."""
+    suffix = path.suffix.lower()
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise ValueError(
-            f"{path}: reading {path.suffix} requires pyarrow: pip install 'zero_jax[chat]'"
+            f"{path}: reading {suffix} requires pyarrow: pip install 'zero_jax[chat]'"
         ) from error
-    suffix = path.suffix.lower()
     try:
         with out.open("wb") as lines:
             if suffix != TABLE:
@@ -262,24 +252,15 @@ class Completion(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """Messages as chat templates read them.
-
-    Attributes:
-        messages: Each has a text as content. Arguments of tool calls are objects.
-        context: Number of messages at the beginning that are not learned.
-        options: `tools`, and further variables of the template.
-    """
+    """Messages as chat templates read them: texts, and arguments of tool calls as objects."""
 
     messages: Messages
-    context: int
-    options: Mapping[str, Any]
+    context: int  # number of messages at the beginning that are not learned
+    options: Mapping[str, Any]  # `tools`, and further variables of the template
 
 
 def parse(record: Any) -> Completion | Conversation:
-    """Returns the content of a record.
-
-    Raises:
-        ValueError: It is not a document.
+    """Returns the content of a record; raises ValueError if it is not a document.
 
     >>> parse({"messages": [{"role": "usr", "content": "Hi"}]})
     Traceback (most recent call last):
@@ -305,10 +286,10 @@ def parse(record: Any) -> Completion | Conversation:
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'"messages" is {_short(messages)}: give a list of at least one message')
     _check_renamed(record)
-    options = _decoded(record.get("chat_template_kwargs") or {}, dict, "chat_template_kwargs")
+    options = _decoded(record, "chat_template_kwargs", dict)
     if fixed := {"messages", "tools", "add_generation_prompt"} & set(options):
         raise ValueError(f'"chat_template_kwargs" can\'t have the key "{fixed.pop()}": remove it')
-    if tools := _decoded(record.get("tools") or [], list, "tools"):
+    if tools := _decoded(record, "tools", list):
         options = {**options, "tools": tools}
     return Conversation([_message(item) for item in [*prompt, *messages]], len(prompt), options)
 
@@ -338,7 +319,9 @@ def _message(message: Any) -> Message:
     _check_renamed(message)
     known = {name: value for name, value in message.items() if value is not None}
     known["content"] = _text(known.get("content", ""), "content")
-    if calls := _decoded(known.pop("tool_calls", None) or [], list, "tool_calls"):
+    calls = _decoded(known, "tool_calls", list)
+    known.pop("tool_calls", None)
+    if calls:
         known["tool_calls"] = [_with_arguments(call, _as_object) for call in calls]
     return known
 
@@ -356,19 +339,22 @@ def _with_arguments(call: Mapping[str, Any], form: Callable[[Any], Any]) -> Mapp
         raise ValueError(f'"function" of a tool call is {_short(inner)}: give an object')
     if inner.get("arguments") is None:
         return call
-    inner = {**inner, "arguments": form(inner["arguments"])}
+    inner = {**inner, "arguments": form(inner)}
     return {**call, "function": inner} if "function" in call else inner
 
 
-def _as_object(arguments: Any) -> Any:
-    return {} if arguments == "" else _decoded(arguments, dict, "arguments")
+def _as_object(function: Mapping[str, Any]) -> Any:
+    return _decoded(function, "arguments", dict)
+
+
+def _as_text(function: Mapping[str, Any]) -> str:
+    return json.dumps(function["arguments"], ensure_ascii=False)
 
 
 def calls_as_text(messages: Messages) -> Messages:
     """Returns the messages with arguments of tool calls as JSON text."""
-    as_text = functools.partial(json.dumps, ensure_ascii=False)
     return [
-        {**message, "tool_calls": [_with_arguments(x, as_text) for x in message["tool_calls"]]}
+        {**message, "tool_calls": [_with_arguments(x, _as_text) for x in message["tool_calls"]]}
         if "tool_calls" in message
         else message
         for message in messages
@@ -381,9 +367,9 @@ def arguments_in(messages: Messages) -> list[Mapping[str, Any]]:
     return [x for call in calls if (x := call.get("function", call).get("arguments"))]
 
 
-def _decoded(value: Any, kind: type, name: str) -> Any:
-    """Returns an object or a list of objects, decoded if it is JSON text; an empty one for null."""
-    decoded = value
+def _decoded(fields: Mapping[str, Any], name: str, kind: type) -> Any:
+    """Returns an object or a list of objects, or that of a JSON text; an empty one for none."""
+    value = decoded = fields.get(name) or None
     if isinstance(value, str):
         try:
             decoded = json.loads(value)

@@ -19,21 +19,24 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from training.data_files import IntArray, TokenFile, check_regular, files_in, fingerprint
+from training.data_files import (
+    Arrays,
+    IntArray,
+    TokenFile,
+    check_regular,
+    files_in,
+    fingerprint,
+    read_ahead,
+    stacked,
+)
 from training.show import human_count, printable
 from training.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    import grain  # at run time inside the functions: it imports jax
-
 TokenArray = IntArray | TokenFile
-Batch = npt.NDArray[np.int32]
-Mask = npt.NDArray[np.float32]
 
 CHUNK = 1 << 22  # tokens that are checked at once
 COUNTED = 1 << 24  # tokens of which entropies are computed: 2 s
@@ -44,18 +47,11 @@ TOKEN_FILES = (".bin", ".npy")
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """A corpus as token ids.
+    """A corpus as token ids."""
 
-    Attributes:
-        tokens: Token ids `(N,)` of any integer type; those of a file are a read-only `TokenFile`,
-            whose slices are arrays.
-        name: Name of the corpus in a report.
-        byte_level: True if a token is one byte of UTF-8 text, which `decode` requires.
-    """
-
-    tokens: TokenArray
-    name: str
-    byte_level: bool
+    tokens: TokenArray  # (N,), of any integer type
+    name: str  # in a report
+    byte_level: bool  # a token is one byte of UTF-8 text, which `decode` requires
 
     @property
     def fingerprint(self) -> str:
@@ -87,33 +83,89 @@ def load_tokens(source: str | os.PathLike[str] | None, vocab: int) -> Tokens:
         raise ValueError(f"vocab={vocab}: it must be from 1 to 2**31 - 1, as batches are int32")
     if source == "":
         raise ValueError("the path of the text is empty: give a file or a folder")
-    name, byte_level = "pydoc_data.topics", True
-    if source is None:
-        tokens: TokenArray = _read_builtin()
-    else:
-        path = Path(source)
-        if not path.exists():
-            raise FileNotFoundError(
-                f"{path} does not exist: check the path, or leave it out for the built-in text"
-            )
-        name, byte_level = path.resolve().name, path.suffix.lower() not in TOKEN_FILES
-        if path.is_dir():
-            byte_level, files = True, files_in(path)
-            if ids := next((file for file in files if file.suffix.lower() in TOKEN_FILES), None):
-                raise ValueError(
-                    f"{ids} has the name of a file of token ids, and a folder holds text files "
-                    "only: name one file, or move it elsewhere"
-                )
-            parts = [_open_text(file)[:] for file in files]
-            tokens = np.concatenate([np.zeros(0, np.uint8), *parts])
-        elif byte_level:
-            tokens = _open_text(path)
-        else:
-            tokens = _open_bin(path) if path.suffix.lower() == ".bin" else _open_npy(path)
-    if tokens.size == 0:
+    corpus = _builtin() if source is None else _opened(Path(source))
+    if corpus.tokens.size == 0:
         raise ValueError(f"{source} is empty: give a text of at least one token")
-    check_range(tokens, vocab, name)
-    return Tokens(tokens, name, byte_level)
+    check_range(corpus.tokens, vocab, corpus.name)
+    return corpus
+
+
+def _builtin() -> Tokens:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise ValueError(
+            "this Python lacks pydoc_data, the built-in text: give --data FILE"
+        ) from error
+    text = "\n".join(topics[key] for key in sorted(topics)).encode()
+    return Tokens(np.frombuffer(text, np.uint8), "pydoc_data.topics", byte_level=True)
+
+
+def _opened(path: Path) -> Tokens:
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} does not exist: check the path, or leave it out for the built-in text"
+        )
+    name, suffix = path.resolve().name, path.suffix.lower()
+    if path.is_dir():
+        files = files_in(path)
+        if ids := next((file for file in files if file.suffix.lower() in TOKEN_FILES), None):
+            raise ValueError(
+                f"{ids} has the name of a file of token ids, and a folder holds text files "
+                "only: name one file, or move it elsewhere"
+            )
+        texts = [_open_text(file)[:] for file in files]
+        return Tokens(np.concatenate([np.zeros(0, np.uint8), *texts]), name, byte_level=True)
+    if suffix not in TOKEN_FILES:
+        return Tokens(_open_text(path), name, byte_level=True)
+    return Tokens(_open_bin(path) if suffix == ".bin" else _open_npy(path), name, byte_level=False)
+
+
+def _open_text(path: Path) -> TokenFile:
+    check_regular(path)
+    tokens = TokenFile(path, np.uint8)
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for start in range(0, tokens.size, CHUNK):
+        part = tokens[start : start + CHUNK].tobytes()
+        pending = len(decoder.getstate()[0])  # bytes of a character that began in the last part
+        problem = start + part.find(0) if 0 in part else None
+        try:
+            decoder.decode(part)  # a file may end within a character
+        except UnicodeDecodeError as error:
+            problem = start - pending + error.start
+        if problem is not None:
+            raise ValueError(
+                f"{path} is not UTF-8 text at byte {problem}: convert text to UTF-8 (iconv), and "
+                "name files of token ids .bin or .npy"
+            )
+    return tokens
+
+
+def _open_bin(path: Path) -> TokenFile:
+    check_regular(path)
+    dtype = np.dtype("<u4" if path.name.lower().endswith(".u32.bin") else "<u2")
+    size = path.stat().st_size
+    if size % dtype.itemsize:
+        raise ValueError(
+            f"{path} has {size} bytes, which is not a multiple of {dtype.itemsize} as {dtype} ids "
+            "need: the file is incomplete, or of another type (uint32 ids need the name .u32.bin)"
+        )
+    return TokenFile(path, dtype)
+
+
+def _open_npy(path: Path) -> TokenFile:
+    check_regular(path)
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # NumPy raises many types for a malformed header
+        raise ValueError(f"{path} is not a .npy array without pickles: {error}") from error
+    if not isinstance(tokens, np.memmap) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        kind, shape = getattr(tokens, "dtype", "an archive"), getattr(tokens, "shape", "")
+        raise ValueError(
+            f"{path} holds {kind} {shape}, and a one-dimensional array of an integer type "
+            "is required: save np.asarray(ids, np.uint32).ravel()"
+        )
+    return TokenFile(path, tokens.dtype, tokens.offset, tokens.size)  # mapped for its header alone
 
 
 def check_range(tokens: TokenArray, vocab: int, name: str) -> None:
@@ -193,12 +245,7 @@ def entropies(tokens: TokenArray, vocab: int) -> dict[str, float]:
 class Text:
     """One text as windows of `S + 1` tokens; the last tenth is held out.
 
-    Args:
-        corpus: Tokens of the text.
-        seq: Sequence length `S`.
-        batch: Rows `B` of the global batch, a multiple of the number of processes.
-        seed: Seed of the order.
-        tokenizer: Tokenizer of the tokens, if they are not bytes.
+    It has the interface of `documents.Documents`, which describes the arguments.
 
     Raises:
         ValueError: A part does not fill one sample.
@@ -221,7 +268,7 @@ class Text:
         self.unit = "byte" if corpus.byte_level else "token"
         self.facts = {"train_tokens": self.train.size, "held_out_tokens": self.rest.size}
         self.held_out_size = f"{self.rest.size:,} held-out {self.unit}s"
-        self.order = {  # settings that determine the order of samples
+        self.order = {
             "corpus": self.name,
             "train_tokens": self.train.size,
             "seq_len": seq,
@@ -244,47 +291,45 @@ class Text:
         epochs = steps * self._batch / self.samples_per_epoch
         return f"{steps:,} steps are {human_count(epochs)} epochs of {self.name}"
 
-    def batches(
-        self, place: int | None, index: int, count: int
-    ) -> Iterator[tuple[tuple[Batch], int]]:
+    def batches(self, place: int | None, index: int, count: int) -> Iterator[tuple[Arrays, int]]:
         """Yields rows of process `index` of `count`, (tokens,) of `(B / P, S + 1)`, without end.
 
         The place after each batch is the number of samples that all processes have used; None is
         0. Every epoch has a new order, which depends on the seed and not on the processes.
         """
-        import grain
+        return read_ahead(self._windows(place or 0, index, count))
 
-        start = place or 0
+    def _windows(self, start: int, index: int, count: int) -> Iterator[tuple[Arrays, int]]:
+        import grain  # here: it imports jax
+
         # grain shuffles epoch e with seed + e: neighbouring seeds would share their epochs.
         seed = int(np.random.SeedSequence(self._seed).generate_state(1)[0])
-        samples = grain.MapDataset.range(self.samples_per_epoch).shuffle(seed=seed)
-        # 2**62 samples stand for endless: grain's own length, 2**63 - 1, overflows in batches of 1.
-        endless = samples.repeat()[start : 2**62].map(lambda at: self._sample(self.train, at)[0])
-        for rows in _iterate(endless.batch(self._batch // count)[index::count]):
+        order = grain.MapDataset.range(self.samples_per_epoch).shuffle(seed=seed).repeat()
+        each = self._batch // count
+        while True:
+            first = start + index * each
+            windows = [self._sample(self.train, order[first + at]) for at in range(each)]
             start += self._batch
-            yield (rows,), start
+            yield stacked(windows)[:1], start
 
-    def held_out(
-        self, index: int, count: int, most: int | None = None
-    ) -> Iterator[tuple[Batch, Mask]]:
-        """Returns this process's rows of one pass over the held-out tokens, at most `most` batches.
+    def held_out(self, index: int, count: int, most: int | None = None) -> Iterator[Arrays]:
+        """Yields this process's rows of one pass over the held-out tokens, at most `most` batches.
 
         Rows are int32 `(B / P, S + 1)`, with a float32 mask over targets, `(B / P, S)`. Each token
         but the first is a target once. The last batch is padded with token 0 under mask 0. All
         processes get the same number of batches, so the exact mean loss is
         `sum(mask * loss) / sum(mask)` with both sums over all batches and processes.
         """
-        import grain
-
-        padded = grain.MapDataset.range(self.held_out_batches() * self._batch)
-        samples = padded.map(lambda at: self._sample(self.rest, at))
-        return _iterate(samples.batch(self._batch // count)[index::count][:most])
+        each = self._batch // count
+        for batch in range(self.held_out_batches())[:most]:
+            first = batch * self._batch + index * each
+            yield stacked([self._sample(self.rest, first + at) for at in range(each)])
 
     def held_out_batches(self) -> int:
         """Returns the number of batches of such a pass."""
         return -(-(self.rest.size - 1) // (self._seq * self._batch))
 
-    def _sample(self, tokens: TokenArray, index: int) -> tuple[Batch, Mask]:
+    def _sample(self, tokens: TokenArray, index: int) -> Arrays:
         """Returns a sample, padded where the text ends, and the mask of its targets."""
         first = int(index) * self._seq
         window = tokens[first : first + self._seq + 1]
@@ -307,68 +352,3 @@ class Text:
         if self._tokenizer is not None:
             return printable(self._tokenizer.decode(tokens))
         return str(list(map(int, tokens)))
-
-
-def _iterate(dataset: grain.MapDataset[Any]) -> Iterator[Any]:
-    import grain
-
-    # One thread reads two batches ahead, while the devices work; the order does not change.
-    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
-    return iter(dataset.to_iter_dataset(options))
-
-
-def _read_builtin() -> IntArray:
-    try:
-        from pydoc_data.topics import topics
-    except ImportError as error:
-        raise ValueError(
-            "this Python lacks pydoc_data, the built-in text: give --data FILE"
-        ) from error
-    return np.frombuffer("\n".join(topics[key] for key in sorted(topics)).encode(), np.uint8)
-
-
-def _open_text(path: Path) -> TokenFile:
-    check_regular(path)
-    tokens = TokenFile(path, np.uint8)
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    for start in range(0, tokens.size, CHUNK):
-        part = tokens[start : start + CHUNK].tobytes()
-        pending = len(decoder.getstate()[0])  # bytes of a character that began in the last part
-        problem = start + part.find(0) if 0 in part else None
-        try:
-            decoder.decode(part)  # a file may end within a character
-        except UnicodeDecodeError as error:
-            problem = start - pending + error.start
-        if problem is not None:
-            raise ValueError(
-                f"{path} is not UTF-8 text at byte {problem}: convert text to UTF-8 (iconv), and "
-                "name files of token ids .bin or .npy"
-            )
-    return tokens
-
-
-def _open_bin(path: Path) -> TokenFile:
-    check_regular(path)
-    dtype = np.dtype("<u4" if path.name.lower().endswith(".u32.bin") else "<u2")
-    size = path.stat().st_size
-    if size % dtype.itemsize:
-        raise ValueError(
-            f"{path} has {size} bytes, which is not a multiple of {dtype.itemsize} as {dtype} ids "
-            "need: the file is incomplete, or of another type (uint32 ids need the name .u32.bin)"
-        )
-    return TokenFile(path, dtype)
-
-
-def _open_npy(path: Path) -> TokenFile:
-    check_regular(path)
-    try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # NumPy raises many types for a malformed header
-        raise ValueError(f"{path} is not a .npy array without pickles: {error}") from error
-    if not isinstance(tokens, np.memmap) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        kind, shape = getattr(tokens, "dtype", "an archive"), getattr(tokens, "shape", "")
-        raise ValueError(
-            f"{path} holds {kind} {shape}, and a one-dimensional array of an integer type "
-            "is required: save np.asarray(ids, np.uint32).ravel()"
-        )
-    return TokenFile(path, tokens.dtype, tokens.offset, tokens.size)  # mapped for its header alone

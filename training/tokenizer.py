@@ -7,7 +7,6 @@ locates the answers in the text of a template.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import threading
@@ -19,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from training.answers import Span, answers_in, spans_of, spans_of_blocks, tokens_in
-from training.data_files import DIGEST
+from training.data_files import checksum
 from training.records import (
     Completion,
     Conversation,
@@ -110,12 +109,8 @@ class Tokenizer:
             "tokenizer": sorted(self._backend.get_vocab().items(), key=lambda item: item[1]),
             "chat template": self._backend.chat_template,
         }
-        return {
-            name: hashlib.blake2b(
-                json.dumps(part, sort_keys=True).encode(), digest_size=DIGEST
-            ).hexdigest()
-            for name, part in parts.items()
-        }
+        texts = {name: json.dumps(part, sort_keys=True) for name, part in parts.items()}
+        return {name: checksum(text.encode()) for name, text in texts.items()}
 
     def encode(self, text: str) -> Ids:
         """Returns the tokens of a text, without those that the tokenizer adds around it."""
@@ -151,12 +146,7 @@ class Tokenizer:
     def prompt(self, messages: Messages, options: Options | None = None) -> Ids:
         """Returns a conversation with the generation prompt, after which the assistant answers.
 
-        Args:
-            messages: See `records.Conversation`.
-            options: Variables of the template.
-
-        Raises:
-            ValueError: There is no message, or the template does not accept them.
+        Raises ValueError if there is no message, or the template does not accept them.
         """
         if not messages:
             raise ValueError("a prompt needs at least one message before the answer")
@@ -174,15 +164,12 @@ class Tokenizer:
     def document(self, record: Record, loss_on: str = "assistant") -> tuple[Ids, Mask]:
         """Returns the tokens of a document and the mask of those that are learned.
 
-        Args:
-            record: See `records`.
-            loss_on: "assistant", or "all" tokens.
-
-        Raises:
-            ValueError: The template does not accept the conversation.
+        Raises ValueError if the template does not accept the conversation.
         """
         with self._lock:  # training and held-out batches are made in different threads
-            ids, mask = self._document(record, loss_on)
+            content = parse(record)
+            read = self._chat if isinstance(content, Conversation) else self._continued
+            ids, mask = read(content, loss_on == "all")
         if self._vocab is not None and ids.size and ids.max() >= self._vocab:
             raise ValueError(
                 f"token {ids.max()} ({printable(self.decode([ids.max()]))!r}) has no row in the "
@@ -190,26 +177,19 @@ class Tokenizer:
             )
         return ids, mask
 
-    def _document(self, record: Record, loss_on: str) -> tuple[Ids, Mask]:
-        content = parse(record)
-        if isinstance(content, Conversation):
-            return self._chat(content, loss_on)
-        ids, mask = self._continued(content)
-        return ids, np.ones_like(mask) if loss_on == "all" or not content.prompt else mask
-
-    def _continued(self, content: Completion) -> tuple[Ids, Mask]:
+    def _continued(self, content: Completion, everything: bool) -> tuple[Ids, Mask]:
         """Returns the tokens from beginning to end token, and the mask of the completion."""
         text = content.prompt + content.completion
         ids, starts, ends = self._offsets(text)
-        mask = np.zeros(len(ids), bool)
-        mask[tokens_in(Span(len(content.prompt), len(text)), starts, ends)] = True
+        learned = tokens_in(Span(len(content.prompt), len(text)), starts, ends)
         after: list[int] = []
         if not (self._end and text.rstrip().endswith(self._backend.eos_token)):
             after = self._after if self._after[-1:] == self._end else [*self._after, *self._end]
         begun = self._begun(ids)
-        ids = np.asarray([*begun, *after], np.int32)
-        added = len(begun) - len(mask)
-        return ids, np.asarray([*[False] * added, *mask, *[True] * len(after)], bool)
+        mask = np.full(len(begun) + len(after), everything or not content.prompt)
+        mask[len(begun) - len(ids) :][learned] = True
+        mask[len(begun) :] = True
+        return np.asarray([*begun, *after], np.int32), mask
 
     def _begun(self, ids: Ids) -> Ids:
         """Adds the tokens that the tokenizer puts before a text, unless the text has them."""
@@ -224,12 +204,12 @@ class Tokenizer:
         at = next((at for at in places if full[at : at + len(text)] == text), len(full))
         return full[:at], full[at + len(text) :]
 
-    def _chat(self, conversation: Conversation, loss_on: str) -> tuple[Ids, Mask]:
+    def _chat(self, conversation: Conversation, everything: bool) -> tuple[Ids, Mask]:
         """Returns the tokens, and the mask of the answers after the context."""
         options = conversation.options
         messages, full_text, blocks = self._written(conversation.messages, options)
         ids, starts, ends = self._offsets(full_text)
-        answers, everything = answers_in(messages), loss_on == "all"
+        answers = answers_in(messages)
         mask = np.full(len(ids), everything)
         off = {at for at, message in enumerate(messages) if not is_learned(message)}
         if everything and (others := off.difference(answers)):
