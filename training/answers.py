@@ -27,12 +27,8 @@ _MARK = re.compile("\ufdd0([0-9]+)\ufdd1")
 class Span(NamedTuple):
     """Characters of one answer in the rendered conversation.
 
-    Attributes:
-        start: Position of the first character.
-        end: Position after the last one.
-        ending: The text after `end` if the conversation ended there, if it differs from the text
-            that follows. `end` may then include the first characters of the next turn, if both
-            begin alike. Empty if the end is certain.
+    `ending` is the text after `end` if the conversation ended there, if it differs from the text
+    that follows. `end` may then include the first characters of the next turn, if both begin alike.
     """
 
     start: int
@@ -83,16 +79,9 @@ def tokens_in(span: Span, starts: Integers, ends: Integers) -> slice:
 def spans_of_blocks(
     messages: Messages, blocks: Sequence[Span], full_text: str, render: Render
 ) -> list[list[Span]] | None:
-    """Assigns the {% generation %} blocks of a rendered conversation to its answers.
+    """Assigns the {% generation %} blocks of a rendered conversation to its answers, in order.
 
-    Args:
-        messages: The conversation.
-        blocks: Its blocks, in order. A template may write several, or none, for an answer.
-        full_text: Its text.
-        render: Returns the text of messages, with or without the generation prompt.
-
-    Returns:
-        The blocks of each answer; None if a block has several answers.
+    A template may write several, or none, for an answer. None if a block has several answers.
     """
     answers = answers_in(messages)
     # Where the text changes with an answer. A block after the last answer ends the conversation.
@@ -106,15 +95,9 @@ def spans_of_blocks(
 
 
 def spans_of(messages: Messages, full_text: str, render: Render) -> list[Span] | None:
-    """Finds the answers in the text of a template that does not mark them.
+    """Finds each answer in the text of a template that does not mark them.
 
-    Args:
-        messages: The conversation.
-        full_text: Its text.
-        render: Returns the text of messages, with or without the generation prompt.
-
-    Returns:
-        One span for each answer; None if one can't be located with certainty.
+    None if one can't be located with certainty.
     """
     answers = answers_in(messages)
     full = [at for at in answers if messages[at]["content"].strip()]
@@ -128,9 +111,10 @@ def spans_of(messages: Messages, full_text: str, render: Render) -> list[Span] |
         if not all(messages[at].get("tool_calls") for at in unwritten):
             return None
         if whole.text == full_text:
-            spans = [_span(marked, at, whole, render) for at in answers]
-            if None not in spans:
-                return [span for span in spans if span is not None]
+            located = (_span(marked, at, whole, render) for at in answers)
+            spans = [span for span in located if span is not None]
+            if len(spans) == len(answers):
+                return spans
     return None
 
 

@@ -35,8 +35,9 @@ class DataChanged(OSError):
 
     def __init__(self, where: str, change: str) -> None:
         super().__init__(
-            f"{where} changed during the run ({change or 'same size, time and inode'}): restore this file of --data and repeat "
-            "the command, or train on the new one with another --output-dir"
+            f"{where} changed during the run ({change or 'same size, time and inode'}): restore "
+            "this file of --data and repeat the command, or train on the new one with another "
+            "--output-dir"
         )
 
 
@@ -47,7 +48,7 @@ def check_regular(path: Path) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a file to read its bytes; raises OSError, and does not wait, if a pipe took its place."""
+    """Opens a file to read bytes; raises OSError, and does not wait, if a pipe took its place."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -148,7 +149,7 @@ class TokenFile:
         return view
 
     def __getitem__(self, at: slice) -> IntArray:
-        """Reads neighbouring tokens; raises DataChanged if the file has other content than before."""
+        """Reads neighbouring tokens; raises DataChanged if the file has other content now."""
         start, stop, _ = at.indices(self.size)
         item = self.dtype.itemsize
         content, now = self._read(self._offset + start * item, max(0, stop - start) * item)

@@ -167,7 +167,8 @@ class Documents:
         lanes on; None is the beginning. `counts` has the documents of the batches that were
         returned, not those read ahead.
         """
-        for arrays, after, self.counts in read_ahead(self._packed(place, index, count)):
+        for arrays, after, counts in read_ahead(self._packed(place, index, count)):
+            self.counts = counts
             yield arrays, after
 
     def _packed(

@@ -48,12 +48,9 @@ class Renderer:
     ) -> tuple[str, list[tuple[int, int]] | None]:
         """Returns a conversation's text, and the places of its {% generation %} blocks.
 
-        Messages and further variables are of the types of JSON. Without such blocks in the
-        template the places are None.
-
-        Raises:
-            TemplateError: The template raises an error, takes more than 10 s or 1 GB, or did so for
-                three conversations in a row: further ones are not tried.
+        Without such blocks in the template the places are None. Raises TemplateError if the
+        template raises an error, takes more than 10 s or 1 GB, or did so for three conversations
+        in a row: further ones are not tried.
         """
         if self._exceeded.get(template, 0) >= TRIES:
             raise TemplateError(
@@ -80,7 +77,7 @@ class Renderer:
 
     def _request(self, line: str) -> dict[str, Any]:
         for _ in range(2):  # again if something else ended the process
-            process = self._start()
+            process = self._process = self._process or self._start()
             assert process.stdin is not None and process.stdout is not None
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(line + "\n")
@@ -94,35 +91,22 @@ class Renderer:
         raise TemplateError(f"its process exited with code {process.returncode}: see stderr")
 
     def _start(self) -> subprocess.Popen[str]:
-        if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", __file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                encoding="ascii",  # JSON with escapes
-                start_new_session=True,
-            )
-            weakref.finalize(self, _end, self._process)
-        return self._process
+        process = subprocess.Popen(
+            [sys.executable, "-P", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="ascii",  # JSON with escapes
+            start_new_session=True,
+        )
+        weakref.finalize(self, _end, process)
+        return process
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends the process and closes its pipes."""
     process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):  # a request was not written yet
-                pipe.close()
-
-
-def _limit_time(seconds: int) -> None:
-    """Bounds the CPU time of this process from now on; a signal ends it."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    soft = int(used.ru_utime + used.ru_stime) + 1 + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+    with contextlib.suppress(OSError):  # a request was not written yet
+        process.communicate()
 
 
 def _serve() -> None:
@@ -140,7 +124,10 @@ def _serve() -> None:
     for line in sys.stdin:
         try:
             seconds, request = json.loads(line)
-            _limit_time(seconds)
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            soft = int(used.ru_utime + used.ru_stime) + 1 + seconds  # SIGXCPU ends the process
+            hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+            resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
             (text,), blocks = render_jinja_template(**request)
             if len(text) > CHARACTERS:
                 raise MemoryError
