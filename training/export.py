@@ -21,11 +21,7 @@ ADAPTER = "adapter"  # in the folder of the run
 
 
 def check(plan: RunPlan) -> None:
-    """Raises an error for an unusable `--export-dir` or `--lora-init-from`, before training.
-
-    Raises:
-        ValueError: The folder is in use, or a required setting is missing.
-    """
+    """Raises ValueError for an unusable `--export-dir` or `--lora-init-from`, before training."""
     config, lora = plan.config, plan.model.lora
     if config.lora_init_from is not None:
         asked = f"--lora-init-from {config.lora_init_from}"

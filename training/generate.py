@@ -35,13 +35,7 @@ MAX_LENGTH = 10**6  # each token takes a pass over the context window
 
 
 def model_of(folder: Path, adapter: Path | None = None) -> tuple[Path, Path | None]:
-    """Returns the folder of the model and that of its adapters.
-
-    For the folder of a run these are the base model and the adapters that the run wrote.
-
-    Raises:
-        ValueError: The run trained all parameters, and its model is not exported yet.
-    """
+    """Returns the folder of the model and that of its adapters, also for the folder of a run."""
     settings = folder_config.read(folder) if (folder / "config.json").exists() else {}
     if "zero_jax" not in settings:  # that of a run has the release that wrote it
         return folder, adapter
@@ -56,17 +50,7 @@ def model_of(folder: Path, adapter: Path | None = None) -> tuple[Path, Path | No
 
 
 def answer(folder: Path, adapter: Path | None, question: str, length: int) -> str:
-    """Returns the answer of a transformers model, up to and including the end of its turn.
-
-    Args:
-        folder: Folder of the model and its tokenizer.
-        adapter: Folder of PEFT adapters to add.
-        question: At least one token of text.
-        length: Maximum number of tokens.
-
-    Raises:
-        ValueError: A folder can't be read, the question is empty, or the device is too small.
-    """
+    """Returns the answer of a model, of at most `length` tokens with the end of its turn."""
     if not question or not 1 <= length <= MAX_LENGTH:
         raise ValueError(
             f"{question=}, {length=}: give a question that is not empty, and a length from 1 to "

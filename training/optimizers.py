@@ -16,18 +16,13 @@ RATES = optimizers.RATES
 
 
 def make(config: Config) -> optax.GradientTransformation:
-    """Returns the optimizer of a run, from settings completed by `resolve`."""
+    """Returns the optimizer of a run."""
     decay, clip = config.weight_decay, config.max_grad_norm
     return optimizers.make(config.optimizer, rate(config), weight_decay=decay, clip=clip)
 
 
 def rescheduled(config: Config, before: Mapping[str, Any], step: int) -> str | None:
-    """Returns a warning if another `--max-steps` than before changes the learning rate, or None.
-
-    Args:
-        config: Settings completed by `resolve`.
-        before: Settings of the run that is resumed.
-        step: Step of the checkpoint.
+    """Returns a warning if another `--max-steps` than in the resumed run changes the learning rate.
 
     >>> config = Config(learning_rate=1.0, warmup_steps=2, max_steps=12)
     >>> said = rescheduled(config, {"max_steps": 6, "learning_rate": 1.0, "warmup_steps": 2}, 6)

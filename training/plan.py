@@ -52,9 +52,7 @@ def facts(trainer: Trainer) -> dict[str, Any]:
 def by_stage(trainer: Trainer, window: int) -> list[memory.Estimate]:
     """Returns the bytes of model states per device at stages 0 to 3, other settings as in this run.
 
-    Args:
-        trainer: The run.
-        window: Elements gathered at once.
+    `window` is the number of elements that are gathered at once.
     """
     config, shapes = trainer.zero.config, trainer.shapes()
     return [
@@ -113,11 +111,7 @@ def start_event(
 ) -> dict[str, Any]:
     """Returns the facts that a run records at its start, for its report.
 
-    Args:
-        step: The plan of the training step.
-        stages: From `by_stage`.
-        levels: Losses to compare with.
-        unit: The loss is per this unit, for example a token.
+    `levels` are losses to compare with, in nats per `unit`.
     """
     device, versions = jax.local_devices()[0], {}
     for name in PACKAGES:

@@ -61,11 +61,7 @@ def signals_to(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None
 class Stopped(BaseException):
     """The run was asked to end. Like KeyboardInterrupt it is not an `Exception`.
 
-    Args:
-        code: Exit code.
-        folder: Folder of the run.
-        saved: Step of the newest checkpoint; None if there is none.
-        at_once: True if later steps are lost.
+    `saved` is the step of the newest checkpoint in `folder`; later steps are lost if `at_once`.
     """
 
     def __init__(self, code: int, folder: Path, saved: int | None, *, at_once: bool = False):

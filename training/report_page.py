@@ -77,10 +77,8 @@ def compile_step(run: RunFolder) -> None:
     """Compiles the step of a run, and writes its memory use into the run's folder.
 
     A run does not do this itself, because it would compile twice. The step is built from the
-    settings of the run, on as many devices of the same kind.
-
-    Raises:
-        ValueError: The step does not have the predicted bytes that the run recorded.
+    settings of the run, on as many devices of the same kind. Raises ValueError if it does not have
+    the predicted bytes that the run recorded.
     """
     import jax
 
@@ -121,11 +119,7 @@ def compile_step(run: RunFolder) -> None:
 
 
 def write(folder: str | Path) -> Path:
-    """Writes `report.html` into the folder of a run, and returns its path.
-
-    Raises:
-        ValueError: There is no run in it, or a file of it is damaged.
-    """
+    """Writes `report.html` into the folder of a run, and returns its path."""
     path, text = Path(folder, PAGE), page(RunFolder(folder))
     beside = path.with_suffix(".tmp")  # a browser that loads it meanwhile gets the whole old one
     beside.write_text(text, encoding="utf-8")

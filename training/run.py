@@ -21,9 +21,8 @@ from training.memory import lack_of_room, peak_bytes
 from training.multiprocess import say, together
 from training.plan import by_stage, facts, print_plan, start_event
 from training.preemption import INTERRUPTED, Stop, Stopped
-from training.resuming import RunRecord, base_checksum
 from training.run_folder import PAGE, RunLog, next_folder
-from training.saving import Saver, check_resume, newest_step
+from training.saving import RunRecord, Saver, base_checksum, check_resume, newest_step
 from training.scalars import import_wandb
 from training.show import Show, Speed, progress
 from training.trainer import States, Trainer, load
@@ -68,15 +67,12 @@ class TrainingLoop:
     def train(self) -> PyTree:
         """Trains from the last checkpoint or from the start; returns the final parameters.
 
-        Raises:
-            Stopped: The run was asked to end; a checkpoint is saved.
-            ValueError: The checkpoint is past `max_steps`.
-            NonFiniteError: Gradients were not finite too often or in every step, or the loss of
-                the model from a folder is not finite before any step.
+        Raises Stopped if the run was asked to end, after a checkpoint.
         """
-        trainer, last = self.trainer, self.trainer.plan.config.max_steps
+        trainer, config = self.trainer, self.trainer.plan.config
+        last = config.max_steps
         states, done = self._restore() or (self._initial(), 0)
-        warning = optimizers.rescheduled(trainer.plan.config, self.saver.before, done)
+        warning = optimizers.rescheduled(config, self.saver.before, done)
         if warning is not None and done < last:
             say("warning:", warning)
         held = {"parameters": bytes_on(states[0]), "optimizer_state": bytes_on(states[1])}
@@ -88,9 +84,9 @@ class TrainingLoop:
             )
         if done == last:
             say(f"Step {done} is the last of --max-steps {last}: nothing is left to train")
-        if trainer.plan.config.profile and last - done < FIRST_TRACED:
+        if config.profile and last - done < FIRST_TRACED:
             say(f"--profile traces nothing: this start has fewer than {FIRST_TRACED} steps left")
-        for left in range(trainer.plan.config.max_rollbacks, -1, -1):
+        for left in range(config.max_rollbacks, -1, -1):
             try:
                 with progress(last, start=done, enabled=jax.process_index() == 0) as show:
                     states = self._steps(states, done, show)
@@ -122,8 +118,9 @@ class TrainingLoop:
         """Returns new states; evaluates the model of `--init-from` and shows a sample."""
         with self.watchdog.pause("initialising the parameters", times=STORAGE):
             states = self.trainer.init()
-        if self.trainer.plan.config.init_from is not None:
-            loss = self.evaluate(states[0], self.trainer.plan.config.max_eval_batches)
+        config = self.trainer.plan.config
+        if config.init_from is not None:
+            loss = self.evaluate(states[0], config.max_eval_batches)
             self.log.evaluation(0, val_loss=loss)
             say(f"{BEFORE}: validation loss {loss:.4f}")
             self.check_loss(loss, BEFORE)
@@ -161,27 +158,23 @@ class TrainingLoop:
                 say(f"{what}:", trainer.sample(whole, prompt), sep="\n")
 
     def evaluate(self, params: PyTree, max_batches: int | None = None) -> float:
-        """Held-out loss in nats per token; the watchdog times each batch by itself."""
-        with self.watchdog.pause("an evaluation"):
-            return self.trainer.evaluate(params, max_batches, lambda _: self.watchdog.progress())
+        """Returns the held-out loss in nats per token.
 
-    def evaluate_all(self, params: PyTree) -> float:
-        """Returns the loss over all held-out text; prints progress, and can be stopped.
-
-        Raises:
-            Stopped: The run was asked to end; the trained parameters are saved, if any are.
+        Over all batches it prints its progress, and raises Stopped if the run was asked to end.
         """
         total = self.trainer.plan.corpus.held_out_batches() or 0  # unknown for documents
 
         def each(done: int) -> None:
-            self.watchdog.progress()
+            self.watchdog.progress()  # it times each batch by itself
+            if max_batches is not None:
+                return
             if LONG <= total > done and done * 10 // total > (done - 1) * 10 // total:
                 say(f"evaluating: {done} of {total} batches")
             if code := self.stop():
                 raise Stopped(code, self.trainer.out, self.saver.saved)
 
         with self.watchdog.pause("an evaluation"):
-            return self.trainer.evaluate(params, each=each)
+            return self.trainer.evaluate(params, max_batches, each)
 
     def _steps(self, states: States, done: int, show: Show) -> States:
         trainer, config = self.trainer, self.trainer.plan.config
@@ -265,9 +258,8 @@ class TrainingLoop:
 def traced(folder: pathlib.Path | None) -> Iterator[Callable[[int, PyTree], None]]:
     """Traces a few steps of this start by JAX's profiler; None as the destination traces nothing.
 
-    Yields:
-        `before(step, results)`, to call before each step with its number, counted from 1 in this
-        start, and with arrays of the step before.
+    Yields a function to call before each step, with its number in this start, from 1, and with
+    arrays of the step before.
     """
 
     def before(step: int, results: PyTree) -> None:
@@ -354,7 +346,7 @@ def run(config: Config) -> None:
                 with traced(traces) as profile:
                     loop = TrainingLoop(trainer, log, saver, stop, watchdog, profile)
                     params = loop.train()
-                loss = loop.evaluate_all(params)
+                loss = loop.evaluate(params)
                 log.evaluation(config.max_steps, val_loss=loss)
                 loop.check_loss(loss, AFTER)
         if lead and (page := log.out_dir / PAGE).exists():

@@ -45,13 +45,9 @@ class RunLog:
         out_dir: Folder of the run; created if missing.
         config: Settings of this start, nested; `str` converts types that JSON lacks.
         enabled: False writes nothing; for all processes except the first.
-        resume: Appends to a folder that holds a run. A changed config keeps the earlier one as
-            `config.1.json`, and so on.
+        resume: Appends to a folder that holds a run. Without it such a folder is an error, and
+            unchanged. A changed config keeps the earlier one as `config.1.json`, and so on.
         wandb: Project of Weights & Biases.
-
-    Raises:
-        ValueError: `out_dir` is a file or cannot be written, another run writes there, or it holds
-            a run and `resume` is False. The folder is unchanged then.
     """
 
     def __init__(

@@ -31,6 +31,8 @@ Entry = tuple[int, Mapping[str, float]]  # a step and its values
 class ScalarWriter(abc.ABC):
     """Writes named numbers of steps to `name`; at most `waiting` entries wait, 0 for no limit."""
 
+    errors: type[Exception]  # of writing
+
     def __init__(self, name: str, waiting: int = 0):
         self._name, self._failed = name, False
         self._entries: queue.Queue[Entry | None] = queue.Queue(waiting)
@@ -62,7 +64,7 @@ class ScalarWriter(abc.ABC):
     def _run(self) -> None:
         try:
             self._write_all(iter(self._entries.get, None))
-        except Exception as error:  # a full disk, or any of wandb
+        except self.errors as error:
             self._give_up(error)
 
     def _give_up(self, error: object) -> None:
@@ -81,6 +83,8 @@ class TensorBoard(ScalarWriter):
 
     If the run is `resumed`, TensorBoard discards later steps of earlier files.
     """
+
+    errors = OSError  # a full disk, or a file in place of the folder
 
     def __init__(self, folder: Path, resumed: bool):
         super().__init__(f"TensorBoard files in {folder}")
@@ -129,6 +133,8 @@ def import_wandb(project: str) -> Any:
 class WeightsAndBiases(ScalarWriter):
     """Sends scalars to Weights & Biases; a resumed run continues its W&B run."""
 
+    errors = Exception  # wandb raises many types: no network, no API key, a full disk
+
     def __init__(self, project: str, folder: Path, config: Mapping[str, Any]):
         super().__init__(f"Weights & Biases from {folder}", WAITING)
         # After these timeouts W&B leaves the data in the folder. Users may set other values.
@@ -149,7 +155,7 @@ class WeightsAndBiases(ScalarWriter):
             )
             # A resumed run repeats steps; W&B's own step count must not decrease.
             self._wandb.define_metric("*", step_metric="step")
-        except Exception as error:  # of wandb: no network, no API key, a full disk
+        except self.errors as error:
             self._give_up(error)
         else:
             self._thread.start()

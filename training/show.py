@@ -26,12 +26,8 @@ def progress(total: int, *, start: int = 0, enabled: bool = True) -> Iterator[Sh
     """Shows step, loss, tokens per second and time left, as a bar or as lines.
 
     Where stdout is not a terminal (a file, a pipe, a batch job), a plain line is printed about
-    every tenth of the run. Call the function that it yields after each step.
-
-    Args:
-        total: Steps of the whole run.
-        start: Steps done before, in a resumed run.
-        enabled: False prints nothing; for all processes except the first.
+    every tenth of the run. Call the function that it yields after each step. A resumed run has
+    `start` steps already; all processes except the first are not `enabled`.
     """
     if not enabled:
         yield lambda step, loss, tokens_per_second: None

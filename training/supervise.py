@@ -45,10 +45,9 @@ def supervise(
 
     Args:
         command: The command of each process, without the flags of its rank.
-        count: Number of processes.
+        count: Number of processes at the start; it always divides the number of devices `divides`.
         restarts: Maximum number of restarts.
         grace: Seconds in which the others must end by themselves after one has failed.
-        divides: A number that the count of processes must divide: the devices of the run.
         backoff: Seconds before the first restart; doubled for each further one.
     """
     for attempt in range(restarts + 1):
@@ -73,9 +72,7 @@ def supervise(
 def outcome(codes: Sequence[int], asked: int = 0) -> int:
     """Combines the exit codes of processes, some of which are not 0.
 
-    Args:
-        codes: Exit codes of the processes; negative after a signal.
-        asked: Exit code for the signal that the supervisor forwarded; 0 for none.
+    `asked` is the exit code for the signal that the supervisor forwarded; 0 for none.
 
     >>> outcome([76, 75]), outcome([-9, -15], asked=75), outcome([76, -9]), outcome([-9])
     (75, 75, 76, 137)

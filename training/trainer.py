@@ -43,12 +43,7 @@ class RunPlan:
 
 
 def load(config: Config) -> RunPlan:
-    """Reads the data and decides the open settings.
-
-    Raises:
-        ValueError: A setting is out of range or not a known name, or the data does not fit.
-        FileNotFoundError: There is no data at `config.data`.
-    """
+    """Reads the data and decides the open settings; raises ValueError if they do not fit."""
     config = resolve(config)
     known: families.Config
     if config.init_from is None:
@@ -132,10 +127,7 @@ class Trainer:
         return self.model.trained_loss, zero.optimizer(self.plain_tx), params, batch
 
     def predict(self, *, compile: bool = False) -> zero_jax.Plan:
-        """Returns the plan of a step, compiled for these devices if `compile` is True.
-
-        State in NVMe files counts as host memory.
-        """
+        """Returns the plan of a step, with NVMe files as host memory; compiled if asked."""
         zero = self.zero
         if zero.config.offload.in_files:  # an abstract mesh: host memory is not used
             zero = zero.replace(mesh=mesh.abstract_of(self.mesh), offload="optimizer")
@@ -147,17 +139,13 @@ class Trainer:
 
     @functools.cached_property
     def _abstract(self) -> PyTree:
-        """The sharded parameters as `ShapeDtypeStruct`; not allocated."""
+        """The sharded parameters; not allocated."""
         return self.zero.eval_shape(self.model.make, self._key)
 
     def like(self, saved: Mapping[str, Any]) -> States:
         """Returns the abstract state of a checkpoint with its shardings; allocates files only.
 
-        Args:
-            saved: Settings of the run that saved it.
-
-        Raises:
-            ValueError: The saved optimizer state is not fp32, and this run keeps state in files.
+        `saved` has the settings of the run that saved it.
         """
         states = saved.get("optimizer_state_dtype", FP32)
         if self.zero.config.offload.in_files:
@@ -261,10 +249,7 @@ class Trainer:
     ) -> float:
         """Returns the held-out loss in nats per token, exact for any number of batches.
 
-        Args:
-            params: Sharded parameters.
-            max_batches: Evaluate only that many batches; None for all.
-            each: Called after each batch with the number of finished batches.
+        `each` is called after each batch with the number of finished batches.
         """
         rows = self.plan.corpus.held_out(*zero_jax.batch_share(self.mesh), max_batches)
         means = (self._mean_loss(params, zero_jax.global_batch(self.mesh, row)) for row in rows)

@@ -12,15 +12,22 @@ import pytest
 from safetensors.numpy import save_file
 
 import zero_jax
-from training import byte_tokenizer, data_files, resuming
+from training import byte_tokenizer, data_files, saving
 from training.config import Config, flag
 from training.corpus import sources_of
 from training.data_files import DataChanged, TokenFile
 from training.documents import Documents, Source
 from training.packing import LOOK, Counts, Lane, row_of
 from training.records import Records
-from training.resuming import REFUSE, WARN, RunRecord, changed_contents, check_settings
-from training.saving import Saver, check_resume
+from training.saving import (
+    REFUSE,
+    WARN,
+    RunRecord,
+    Saver,
+    changed_contents,
+    check_resume,
+    check_settings,
+)
 from training.text import Text, Tokens, load_tokens
 from training.tokenizer import Tokenizer
 
@@ -471,7 +478,7 @@ def test_the_weights_of_a_frozen_base_are_compared_not_its_path(tmp_path):
         (tmp_path / name).mkdir()
         for file in files:
             save_file({"w": np.full(9, value, np.float32)}, tmp_path / name / f"{file}.safetensors")
-        return resuming.base_checksum(Config(init_from=str(tmp_path / name), lora_rank=4))
+        return saving.base_checksum(Config(init_from=str(tmp_path / name), lora_rank=4))
 
     first = checksum("first", 1)
     assert checksum("moved", 1) == first
@@ -479,7 +486,7 @@ def test_the_weights_of_a_frozen_base_are_compared_not_its_path(tmp_path):
     with pytest.raises(ValueError, match="--init-from .*--lora-init-from"):
         changed_contents(checksum("other", 2), first, DIR)
     assert (
-        resuming.base_checksum(Config(init_from=str(tmp_path / "first"))) == {}
+        saving.base_checksum(Config(init_from=str(tmp_path / "first"))) == {}
     )  # all weights are saved
 
 

@@ -32,10 +32,9 @@ from training.config import Config, parse, resolve
 from training.main import main
 from training.plan import by_stage, start_event
 from training.preemption import FAILED, RESUMABLE, Stop
-from training.resuming import RunRecord
 from training.run import routing
 from training.run_folder import RunFolder
-from training.saving import check_resume
+from training.saving import RunRecord, check_resume
 from training.show import human_bytes
 from training.trainer import Trainer, load
 from zero_jax import Zero, abstract_mesh
