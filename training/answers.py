@@ -76,30 +76,31 @@ def tokens_in(span: Span, starts: Integers, ends: Integers) -> slice:
     return slice(int(tokens[0]), int(tokens[-1]) + 1) if len(tokens) else slice(0, 0)
 
 
-def spans_of_blocks(
-    messages: Messages, blocks: Sequence[Span], full_text: str, render: Render
+def spans_of(
+    messages: Messages, full_text: str, blocks: Sequence[Span] | None, render: Render
 ) -> list[list[Span]] | None:
-    """Assigns the {% generation %} blocks of a rendered conversation to its answers, in order.
+    """Finds the spans of each answer in the text of a conversation; None if that is not certain.
 
-    A template may write several, or none, for an answer. None if a block has several answers.
+    Args:
+        messages: The conversation.
+        full_text: Its text.
+        blocks: Its {% generation %} blocks; None if the template has none. A template may write
+            several, or none, for an answer.
+        render: Returns the text of messages, with or without the generation prompt.
     """
     answers = answers_in(messages)
-    # Where the text changes with an answer. A block after the last answer ends the conversation.
-    begins = [common_prefix(full_text, render(_marked(messages, [at]), False)) for at in answers]
-    groups: list[list[Span]] = [[] for _ in answers]
-    for block in blocks:
-        if sum(block.start <= begin < block.end for begin in begins) > 1:
-            return None
-        groups[max(0, sum(begin <= block.end for begin in begins) - 1)].append(block)
-    return groups
-
-
-def spans_of(messages: Messages, full_text: str, render: Render) -> list[Span] | None:
-    """Finds each answer in the text of a template that does not mark them.
-
-    None if one can't be located with certainty.
-    """
-    answers = answers_in(messages)
+    if blocks is not None:
+        # Where the text changes with an answer. A block after the last answer ends the
+        # conversation, and one with several answers is of no certain one.
+        begins = [
+            common_prefix(full_text, render(_marked(messages, [at]), False)) for at in answers
+        ]
+        groups: list[list[Span]] = [[] for _ in answers]
+        for block in blocks:
+            if sum(block.start <= begin < block.end for begin in begins) > 1:
+                return None
+            groups[max(0, sum(begin <= block.end for begin in begins) - 1)].append(block)
+        return groups
     full = [at for at in answers if messages[at]["content"].strip()]
     # Marks can change how a template writes a message, such as one without text or with thoughts.
     # Where the text is another one, fewer answers have marks.
@@ -112,9 +113,9 @@ def spans_of(messages: Messages, full_text: str, render: Render) -> list[Span] |
             return None
         if whole.text == full_text:
             located = (_span(marked, at, whole, render) for at in answers)
-            spans = [span for span in located if span is not None]
-            if len(spans) == len(answers):
-                return spans
+            groups = [[span] for span in located if span is not None]
+            if len(groups) == len(answers):
+                return groups
     return None
 
 

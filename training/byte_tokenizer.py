@@ -7,8 +7,8 @@ Bytes that UTF-8 does not use are the special tokens that begin and end messages
 import json
 from pathlib import Path
 
-SPECIAL = {248: "<|system|>", 249: "<|user|>", 250: "<|assistant|>", 251: "<|tool|>"}
 END = 252, "<|end|>"
+SPECIAL = {248: "<|system|>", 249: "<|user|>", 250: "<|assistant|>", 251: "<|tool|>"} | dict([END])
 TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
     "{% if message['role'] == 'assistant' %}"
@@ -16,6 +16,11 @@ TEMPLATE = (
     "{% else %}{{ message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "eos_token": END[1],
+    "clean_up_tokenization_spaces": False,
+}
 
 
 def characters() -> dict[int, str]:
@@ -32,27 +37,18 @@ def characters() -> dict[int, str]:
 
 def write(folder: Path) -> None:
     """Writes tokenizer.json, tokenizer_config.json and the chat template into a folder."""
-    special = SPECIAL | dict([END])
-    vocab = {char: byte for byte, char in characters().items() if byte < min(special)}
-    same = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    plain = {"special": True, "normalized": False, "single_word": False}
+    plain |= {"lstrip": False, "rstrip": False}
+    same = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    same |= {"use_regex": False}
+    vocab = {char: byte for byte, char in characters().items() if byte < min(SPECIAL)}
     tokenizer = {
         "version": "1.0",
-        "added_tokens": [
-            {
-                **{"id": byte, "content": text, "special": True, "normalized": False},
-                **{"single_word": False, "lstrip": False, "rstrip": False},
-            }
-            for byte, text in special.items()
-        ],
-        "pre_tokenizer": {"type": "ByteLevel", **same},
-        "decoder": {"type": "ByteLevel", **same},
+        "added_tokens": [{"id": byte, "content": text, **plain} for byte, text in SPECIAL.items()],
+        "pre_tokenizer": same,
+        "decoder": same,
         "model": {"type": "BPE", "vocab": vocab, "merges": []},
     }
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END[1],
-        "clean_up_tokenization_spaces": False,
-    }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False))
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
+    (folder / "tokenizer_config.json").write_text(json.dumps(CONFIG, indent=1))
     (folder / "chat_template.jinja").write_text(TEMPLATE)

@@ -32,18 +32,6 @@ COMPILE = "Compile the step and list its largest temporaries; needs the run's de
 NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 MAX_NAMED = 60  # intervals of steps in a list
 
-# Names of model states at each stage, and of memory terms; docs/plan.md explains the terms.
-STATES = {"parameters": "parameters, fp32", "state": "optimizer state", "copy": "gathered copy"}
-TERMS = {
-    "copy": "copy: gathered parameters",
-    "saved": "saved: activations kept for the backward pass",
-    "loss": "loss: logits and their gradients",
-    "buffers": "buffers: gradients being reduced",
-    "work": "work: forward and backward pass of one layer",
-    "fetched": "fetched from host memory",
-    "pieces": "pieces: streamed optimizer state",
-    "turned": "turned: transposed matrices",
-}
 # Title, unit and format of charts, by metric; other metrics have their name as a title.
 SHORT = "{:.3g}".format
 CHARTS = {
@@ -139,8 +127,6 @@ def page(run: RunFolder) -> str:
         "median": statistics.median,
         "moment": _moment,
         "number": "{:,}".format,
-        "state": lambda name: STATES.get(name, name),
-        "term": lambda name: TERMS.get(name, name.replace("_", " ")),
     }
     start = run.last("start")
     stages, predicted = start.get("stages") or [], start.get("predicted") or {}

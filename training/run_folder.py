@@ -38,8 +38,8 @@ _EVENT_TYPES = {
 }
 
 
-class RunLog:
-    """Writes the folder of a run; a context manager.
+class RunLog(contextlib.AbstractContextManager["RunLog"]):
+    """Writes the folder of a run.
 
     Args:
         out_dir: Folder of the run; created if missing.
@@ -91,7 +91,7 @@ class RunLog:
     def step(self, step: int, *, skipped: int = 0, **values: float | None) -> None:
         """Writes the metrics of a step, except None; `skipped` is 1 for a skipped update."""
         known = {name: value for name, value in values.items() if value is not None}
-        self._write("train", step, {**known, "skipped": int(skipped)})
+        self._write("train", step, known | {"skipped": int(skipped)})
 
     def evaluation(self, step: int, *, val_loss: float) -> None:
         """Writes the held-out loss after `step` steps."""
@@ -119,9 +119,6 @@ class RunLog:
                     print(f"{name} is not written: {type(error).__name__}: {error}")
             for scalars in self._scalars:
                 scalars.close(failed)
-
-    def __enter__(self) -> RunLog:
-        return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         said = "" if error is None else str(error).partition("\n")[0]
@@ -194,11 +191,7 @@ class SavedStep(NamedTuple):
 
 
 class RunFolder:
-    """The contents of the folder of a run.
-
-    Raises:
-        ValueError: The folder has no files of a run, or a file is damaged.
-    """
+    """The contents of the folder of a run; raises ValueError if there is none, or it is damaged."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = path = Path(path)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from training.answers import Span, answers_in, spans_of, spans_of_blocks, tokens_in
+from training.answers import Span, answers_in, spans_of, tokens_in
 from training.data_files import checksum
 from training.records import (
     Completion,
@@ -44,15 +44,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 class Tokenizer:
-    """A tokenizer of transformers and its chat template.
-
-    Args:
-        folder: Folder with tokenizer.json, tokenizer_config.json and, for conversations,
-            chat_template.jinja.
-
-    Raises:
-        ValueError: The folder has no readable tokenizer, or transformers is not installed.
-    """
+    """A tokenizer of transformers and its chat template, from a folder."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
@@ -210,48 +202,35 @@ class Tokenizer:
         messages, full_text, blocks = self._written(conversation.messages, options)
         ids, starts, ends = self._offsets(full_text)
         answers = answers_in(messages)
-        mask = np.full(len(ids), everything)
         off = {at for at, message in enumerate(messages) if not is_learned(message)}
         if everything and (others := off.difference(answers)):
             raise ValueError(
                 f'"weight": 0 of a {messages[min(others)]["role"]} message can\'t be combined with '
                 "--loss-on all: remove the weight, or use --loss-on assistant"
             )
-        context = 0 if everything else conversation.context
-        wanted = [at not in off and at >= context for at in answers]
-        # Where the mask is complete the template may write answers in any way.
-        if not (off if everything else any(wanted)):
+        # Answers of weight 0 are removed from a full mask; the others are added to an empty one.
+        mask, context = np.full(len(ids), everything), conversation.context
+        changed = [at in off if everything else at not in off and at >= context for at in answers]
+        if not any(changed):  # the template may write answers in any way
             return ids, mask
-        if blocks is not None and all(wanted):
-            groups, wanted = [blocks], [True]
-        else:
-            groups = self._groups(messages, options, full_text, blocks)
-        for is_wanted, spans in zip(wanted, groups, strict=True):
-            # Answers are added to an empty mask; answers of weight 0 are removed from a full one.
-            for span in spans if is_wanted != everything else ():
-                mask[tokens_in(span, starts, ends)] = is_wanted
+        spans = blocks
+        if blocks is None or not all(changed):
+
+            def render(some: Messages, prompt: bool) -> str:
+                return self._render(some, options, prompt=prompt)[0]
+
+            groups = spans_of(messages, full_text, blocks, render)
+            if groups is None:
+                raise ValueError(
+                    "the answers of this conversation can't be located in the chat template in "
+                    f"{self._folder}: put {{% generation %}} and {{% endgeneration %}} around each "
+                    "answer in the template, or use --loss-on all"
+                )
+            pairs = zip(changed, groups, strict=True)
+            spans = [span for is_changed, group in pairs if is_changed for span in group]
+        for span in spans or ():
+            mask[tokens_in(self._certain(full_text, span), starts, ends)] = not everything
         return ids, mask
-
-    def _groups(
-        self, messages: Messages, options: Options, full_text: str, blocks: list[Span] | None
-    ) -> list[list[Span]]:
-        """Returns the spans of each answer."""
-
-        def render(some: Messages, prompt: bool) -> str:
-            return self._render(some, options, prompt=prompt)[0]
-
-        if blocks is not None:
-            groups = spans_of_blocks(messages, blocks, full_text, render)
-        else:
-            spans = spans_of(messages, full_text, render)
-            groups = None if spans is None else [[self._certain(full_text, span)] for span in spans]
-        if groups is None:
-            raise ValueError(
-                "the answers of this conversation can't be located in the chat template in "
-                f"{self._folder}: put {{% generation %}} and {{% endgeneration %}} around each "
-                "answer in the template, or use --loss-on all"
-            )
-        return groups
 
     def _certain(self, full_text: str, span: Span) -> Span:
         """Ends a span before the first token that depends on what follows the turn."""
