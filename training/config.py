@@ -175,9 +175,6 @@ GROUPS = Config.__mro__[-2:0:-1]  # its bases, from RunSettings to ProcessSettin
 def parse(args: Sequence[str]) -> Config:
     """Returns the settings of a command line; prints help or an error, and exits.
 
-    Raises:
-        ValueError: A number is out of range, or `--paper-config` meets what it sets.
-
     >>> parse(["--max-steps", "50", "--stage", "2"]).max_steps
     50
     """
@@ -203,10 +200,7 @@ def as_yaml(config: Config) -> str:
 
 
 def resolve(config: Config) -> Config:
-    """Returns the settings with `learning_rate` and `warmup_steps` decided.
-
-    Raises:
-        ValueError: Settings do not fit each other.
+    """Returns the settings with `learning_rate` and `warmup_steps` decided, if they fit each other.
 
     >>> resolve(Config(max_steps=50)).warmup_steps
     5

@@ -26,10 +26,7 @@ def tokenizer_of(config: Config) -> Tokenizer | None:
 
 
 def sources_of(data: str) -> list[tuple[Path, float]]:
-    """Splits the value of `--data` into paths and weights.
-
-    Raises:
-        ValueError: A weight is not a number above 0.
+    """Splits the value of `--data` into paths and weights, which must be numbers above 0.
 
     >>> sources_of("chat.jsonl=3,more=1")
     [(PosixPath('chat.jsonl'), 3.0), (PosixPath('more'), 1.0)]
@@ -53,16 +50,9 @@ def sources_of(data: str) -> list[tuple[Path, float]]:
 
 
 def load(config: Config, vocab: int | None, seq: int) -> Corpus:
-    """Loads the data of `--data`.
+    """Loads the data of `--data` for rows of `seq` tokens.
 
-    Args:
-        config: The settings.
-        vocab: Rows of the model's embedding; None if the data decide it.
-        seq: Sequence length S.
-
-    Raises:
-        ValueError: The data can't be read, or do not fit the model.
-        FileNotFoundError: There is no such file or folder.
+    `vocab` is the number of rows of the model's embedding; None if the data decide it.
     """
     tokenizer = tokenizer_of(config)
     if tokenizer is not None and vocab is not None:

@@ -29,8 +29,8 @@ MAX_SIMULATED = 1024  # CPU devices of a process; each has a thread pool
 
 def cpu_devices(config: Config) -> int:
     """Returns the number of CPU devices to simulate on a machine without GPUs."""
-    named = math.prod(mesh_sizes(config.mesh).values()) if config.mesh else DEVICES
-    return config.devices or named
+    sizes = mesh_sizes(config.mesh).values()
+    return config.devices or (math.prod(sizes) if config.mesh else DEVICES)
 
 
 def join(config: Config) -> None:
@@ -73,17 +73,13 @@ def print_error(*texts: object) -> None:
 
 
 def supervised(config: Config, args: Sequence[str]) -> int:
-    """Starts this command again, in as many processes as `--supervise` says.
-
-    Raises:
-        ValueError: A setting does not fit `--supervise`.
-    """
+    """Starts this command again, in as many processes as `--supervise` says."""
     assert config.supervise is not None
     for name in ("coordinator_address", "num_processes", "process_id"):
         if getattr(config, name) is not None:
             raise ValueError(
                 f"{flag(name)} {getattr(config, name)}: --supervise starts and numbers the "
-                f"processes itself: leave {flag(name)} out, or --supervise"
+                "processes itself: leave one of them out"
             )
     launched = launched_processes()
     if config.supervise > 1 and launched > 1:

@@ -32,10 +32,10 @@ def rescheduled(config: Config, before: Mapping[str, Any], step: int) -> str | N
     (True, True)
     """
     names = ("max_steps", "learning_rate", "warmup_steps")
-    steps, lr, warmup = (before.get(name) for name in names)
-    if None in (steps, lr, warmup) or steps == config.max_steps:
+    schedule = {name: before.get(name) for name in names}
+    steps = schedule["max_steps"]
+    if None in schedule.values() or steps == config.max_steps:
         return None
-    schedule = {"max_steps": steps, "learning_rate": lr, "warmup_steps": warmup}
     former = float(rate(dataclasses.replace(config, **schedule))(step))
     now = float(rate(config)(step))
     if abs(now - former) <= 1e-6 * former:

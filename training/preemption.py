@@ -9,6 +9,7 @@ the same command resumes from there.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shlex
 import signal
@@ -50,12 +51,10 @@ def handled() -> list[signal.Signals]:
 @contextlib.contextmanager
 def signals_to(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
     """Calls `handler` for the signals that a run handles, within the block."""
-    before = {number: signal.signal(number, handler) for number in handled()}
-    try:
+    with contextlib.ExitStack() as restored:
+        for number in handled():
+            restored.callback(signal.signal, number, signal.signal(number, handler))
         yield
-    finally:
-        for number, former in before.items():
-            signal.signal(number, former)
 
 
 class Stopped(BaseException):
@@ -109,23 +108,20 @@ def without(args: Sequence[str], flags: Mapping[str, int]) -> list[str]:
     return left
 
 
-class Stop:
-    """Decides once per step, equally in all processes, if the run ends; a context manager."""
+class Stop(contextlib.ExitStack):
+    """Decides once per step, equally in all processes, if the run ends; handles its signals."""
 
     def __init__(self, mesh: Mesh, hours: float | None = None):
+        super().__init__()
         self._code = 0
-        self._end = None if hours is None else time.monotonic() + 3600 * hours
+        self._end = math.inf if hours is None else time.monotonic() + 3600 * hours
         self._votes = _Votes(mesh) if jax.process_count() > 1 else None
-        self._handlers = contextlib.ExitStack()
 
     def __enter__(self) -> Stop:
         # The handler only sets a code: an exception raised inside a callback of JAX would be lost.
-        self._handlers.enter_context(signals_to(self._note))
-        self._handlers.enter_context(_hard_exit())
+        self.enter_context(signals_to(self._note))
+        self.enter_context(_hard_exit())
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handlers.close()
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self._code = max(self._code, CODES[signal.Signals(number)])
@@ -136,7 +132,7 @@ class Stop:
 
     def __call__(self) -> int:
         """Returns the exit code to end with, equal in all processes; 0 to continue."""
-        if self._end is not None and time.monotonic() > self._end:
+        if time.monotonic() > self._end:
             self._code = max(self._code, RESUMABLE)
         return self._code if self._votes is None else self._votes.cast(self._code)
 
