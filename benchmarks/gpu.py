@@ -44,7 +44,7 @@ from training.memory import host_memory
 from zero_jax.commands.case import Case
 from zero_jax.hlo import auditor, roofline, targets
 from zero_jax.models import gpt
-from zero_jax.offload import tiers
+from zero_jax.offload.host import parse
 
 FOLDER = pathlib.Path(__file__).parent
 FILE = FOLDER.parent / "docs" / "gpu.json"
@@ -95,7 +95,7 @@ def case_of(own: dict[str, Any], layers: int | None = None) -> Case:
         3,
         precision=zero_jax.Precision("bf16"),
         remat=own.get("remat", "block"),
-        offload=dataclasses.replace(tiers.parse(own.get("offload")), piece_bytes=PIECE_BYTES),
+        offload=dataclasses.replace(parse(own.get("offload")), piece_bytes=PIECE_BYTES),
     )
     return Case(config, zero, "adamw", own.get("rows", 1))
 

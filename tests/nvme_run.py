@@ -18,8 +18,8 @@ import optax
 from problems import Problem
 
 import zero_jax
+from zero_jax.offload.host import Offload
 from zero_jax.offload.nvme import FileArray
-from zero_jax.offload.tiers import Offload
 
 ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
 

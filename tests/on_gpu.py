@@ -34,7 +34,7 @@ from zero_jax.adapters import quantised
 from zero_jax.engine import compiler, offload_check
 from zero_jax.models import gpt
 from zero_jax.models.attend import attend
-from zero_jax.offload.tiers import Offload
+from zero_jax.offload.host import Offload
 
 FILE = Path(__file__).parent.parent / "docs" / "on_gpu.json"
 SECONDS = 300  # the most for one check

@@ -30,7 +30,7 @@ from zero_jax.distributed.agreement import gather_texts
 from zero_jax.distributed.watchdog import Watchdog
 from zero_jax.models import families
 from zero_jax.models.experts import Routed
-from zero_jax.offload.tiers import bytes_on
+from zero_jax.plan.planning import bytes_on
 from zero_jax.sharding.replicas import check_replicas
 
 PyTree = Any

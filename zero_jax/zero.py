@@ -22,7 +22,7 @@ from zero_jax.engine.optimizer import ZeroTransform, check_made_for
 from zero_jax.engine.step import TrainStep
 from zero_jax.low_bit.state import OptimizerStateDtype
 from zero_jax.names import unknown
-from zero_jax.offload import tiers
+from zero_jax.offload import host
 from zero_jax.plan import auto, planning
 from zero_jax.plan.plans import Plan
 from zero_jax.sharding import layout
@@ -103,7 +103,7 @@ class Zero:
         sequence_parallel: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
         memory_limit: float | str | None = None,
-        offload: str | tiers.Offload | None = None,
+        offload: str | host.Offload | None = None,
         secondary_shards: bool = False,
         skip_nonfinite: bool = True,
         optimizer_state_dtype: OptimizerStateDtype = "fp32",
@@ -274,7 +274,7 @@ class Zero:
     def unshard(self, params: PyTree) -> PyTree:
         """Returns the full arrays, without padding and replicated on every device."""
         whole = NamedSharding(self.mesh, PartitionSpec())
-        full = jax.jit(lambda p: layout.unpad(tiers.to_device(p)), out_shardings=whole)
+        full = jax.jit(lambda p: layout.unpad(host.to_device(p)), out_shardings=whole)
         return full(params)
 
     def train_step(

@@ -15,7 +15,7 @@ from one_device import ADAM, Case, audited, begun, check_parity, sent, trained, 
 import zero_jax
 from zero_jax import releases, zero
 from zero_jax.engine import compiler, step
-from zero_jax.offload.tiers import Offload
+from zero_jax.offload.host import Offload
 from zero_jax.plan import plans
 from zero_jax.sharding.partition import partition
 

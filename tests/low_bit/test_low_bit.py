@@ -15,7 +15,7 @@ import zero_jax
 from zero_jax.low_bit import codes
 from zero_jax.low_bit.codes import noise, to_bfloat16
 from zero_jax.low_bit.state import initial
-from zero_jax.offload import tiers
+from zero_jax.offload import host
 
 pytestmark = pytest.mark.filterwarnings("error")  # also JAX's about jaxprs without debug info
 ADAMW = optax.chain(optax.clip_by_global_norm(1e9), optax.adamw(1e-2))
@@ -77,8 +77,8 @@ def large_of_zeros(grads, state, params=None):
 
 ZEROS = lambda params: jax.tree.map(jnp.zeros_like, params)  # noqa: E731
 # Pieces also hold parts of rows of blocks that do not run along the last dim.
-PIECES = dataclasses.replace(tiers.NONE, piece_bytes=32768)
-HOST = dataclasses.replace(tiers.parse("optimizer,params"), piece_bytes=32768)
+PIECES = dataclasses.replace(host.NONE, piece_bytes=32768)
+HOST = dataclasses.replace(host.parse("optimizer,params"), piece_bytes=32768)
 SECONDARY = {"secondary_shards": True}
 CASES = {
     "8 bits": (3, ALL, {}), "stage 0": (8, ALL, {"stage": 0}),

@@ -29,9 +29,9 @@ from zero_jax.commands.case import Case
 from zero_jax.commands.offload import main
 from zero_jax.engine import offload_check
 from zero_jax.models import gpt
-from zero_jax.offload import tiers
+from zero_jax.offload import host
+from zero_jax.offload.host import Offload, parse
 from zero_jax.offload.nvme import FileArray, Store
-from zero_jax.offload.tiers import Offload, parse
 
 STEPS, ULPS = 4, 4
 FP16 = zero_jax.Precision("fp16", initial_scale=1024.0)
@@ -95,7 +95,7 @@ def test_states_stay_in_host_memory_change_no_value_and_are_skipped():
     for _ in range(STEPS):
         held = params, state.inner[1][0].mu, state.inner[1][0].nu
         for leaf in jax.tree.leaves(held):
-            assert leaf.sharding.memory_kind == (tiers.HOST if leaf.ndim else "device")
+            assert leaf.sharding.memory_kind == (host.HOST if leaf.ndim else "device")
         before = jax.tree.leaves((params, state))
         params, state, metrics = step(params, state, made.batch)
         losses.append(float(metrics.loss))
@@ -354,7 +354,7 @@ REFUSALS = [
         ("params", "params"))),
     ("piece_bytes`=100", lambda *_: Offload(optimizer=True, piece_bytes=100)),
     ("host_bytes`=100", lambda *_: Offload(True, tier="nvme", directory="x", host_bytes=100)),
-    ("Bare 1.*pinned_host", lambda *_: tiers.settle(parse("optimizer"), BARE)),
+    ("Bare 1.*pinned_host", lambda *_: host.settle(parse("optimizer"), BARE)),
     *((f"^{named} ", use(("init", tx), offload=offload)) for named, tx, offload in (
         ("scale_by_trust_ratio", optax.lars(1e-2), MASTERS),
         ("clip_by_block_rms", optax.adafactor(1e-2, min_dim_size_to_factor=4), STATE),
@@ -378,9 +378,9 @@ def test_offload_refusals(tmp_path, monkeypatch, named, call):
 def test_settings_are_read_and_written():
     assert parse("optimizer,params,activations:host") == Offload(True, True, True)
     assert parse("optimizer:auto").auto and str(parse("optimizer,params")) == "optimizer,params"
-    assert parse(None) == parse("none") and not parse("activations").states
+    assert parse(None) == parse("none") and not parse("activations").optimizer
     with pytest.warns(UserWarning, match="Bare 1"):
-        assert not tiers.settle(parse("optimizer:auto"), BARE).states
+        assert not host.settle(parse("optimizer:auto"), BARE).optimizer
 
 
 @pytest.mark.parametrize("guard", [True, False])

@@ -12,7 +12,7 @@ from problems import assert_bitwise, out_of_memory
 
 import zero_jax
 from zero_jax.hlo import targets
-from zero_jax.offload.streaming import CannotStream
+from zero_jax.offload.host import CannotStream
 from zero_jax.plan import candidates, meshes
 from zero_jax.plan.auto import search
 from zero_jax.plan.candidates import STATES, Candidate, combinations
@@ -107,7 +107,7 @@ def test_which_candidates_and_how_much_memory_a_mesh_and_a_target_have():
     for target, mesh in (("cpu", None), ("v5p", None), (None, zero_jax.make_mesh())):
         assert not any(c.uses_host for c in found(target, mesh=mesh)), target
     stored = found(initialized=True)
-    assert not any(c.offload.states for c in stored) and any(c.uses_host for c in stored)
+    assert not any(c.offload.optimizer for c in stored) and any(c.uses_host for c in stored)
     assert {str(c.offload) for c in found(offload="optimizer")} == {"optimizer"}
     assert places() == {"", "host", "partitioned", "partitioned+host"}
     assert places(sequence_parallel=True) == {"", "host"}
@@ -226,7 +226,7 @@ def test_more_host_memory_than_there_is_and_optimizers_that_can_not_stream_are_l
     assert choice.chosen.verdict == "compiled 100 B, 800 B in host memory: fits, chosen"
     with pytest.raises(ValueError, match="there is no candidate"):
         search([], planner(), 100, ignore)
-    refuse = lambda c: CannotStream("lamb can't") if c.offload.states else 0  # noqa: E731
+    refuse = lambda c: CannotStream("lamb can't") if c.offload.optimizer else 0  # noqa: E731
     plan, said = planner(size=only_stage_3, host=refuse, least=None), []
     assert search(TIERS, plan, 100, said.append).chosen.candidate == Candidate(3, 1, "block")
     assert "skipped stage 2, 1 micro-batches, remat block, optimizer in host memory" in said[0]

@@ -19,7 +19,7 @@ from zero_jax.commands import plan as command
 from zero_jax.commands.case import Case
 from zero_jax.hlo import targets
 from zero_jax.models import gpt
-from zero_jax.offload import tiers
+from zero_jax.offload import host
 from zero_jax.plan import memory
 from zero_jax.plan.advice import least_seconds
 from zero_jax.plan.plans import Plan, Predicted
@@ -155,7 +155,7 @@ def test_compiled_bytes_and_words_are_those_that_a_plan_promises(stage):
 
 def test_what_is_in_host_memory_streams_in_two_pieces_and_crosses_twice():
     net = Network(L=3, D=64, B=1, T=8)
-    offload = tiers.Offload("host", "host", piece_bytes=4096)
+    offload = host.Offload("host", "host", piece_bytes=4096)
     zero = zero_jax.Zero(zero_jax.abstract_mesh(8), 3, offload=offload)
     batch = jax.ShapeDtypeStruct((8, 8, 64), jnp.float32)
     before = len(jax.live_arrays())

@@ -20,7 +20,7 @@ from problems import ROWS, Problem, compare, gpt_problem, train_plain, train_zer
 
 import zero_jax
 from zero_jax.models import gpt
-from zero_jax.offload.tiers import Offload
+from zero_jax.offload.host import Offload
 from zero_jax.remat import policies
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.model_axis import ModelAxis

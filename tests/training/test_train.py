@@ -43,7 +43,7 @@ from zero_jax.commands import checkpoint as checkpoint_command
 from zero_jax.commands.case import Case
 from zero_jax.models import gpt, hf
 from zero_jax.models.optimizers import decayed
-from zero_jax.offload.tiers import bytes_on
+from zero_jax.plan.planning import bytes_on
 
 __all__ = ["finish", "folder", "metrics", "start", "start_many", "wandb"]  # also for other folders
 OUT = [*runs.FIRST, "--output-dir", "out"]

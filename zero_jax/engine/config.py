@@ -15,7 +15,7 @@ from zero_jax.engine import compiler
 from zero_jax.engine.lifetimes import LIFETIMES, TOUCH, Layers
 from zero_jax.low_bit.state import FP32, check_kind
 from zero_jax.names import parse_bytes
-from zero_jax.offload import tiers
+from zero_jax.offload import host
 from zero_jax.remat import policies
 from zero_jax.sharding.mesh import (
     MODEL,
@@ -68,7 +68,7 @@ class Config:
     sequence_parallel: bool = False
     bucket_bytes: int = BUCKET_BYTES
     memory_limit: int | None = None
-    offload: tiers.Offload = tiers.NONE
+    offload: host.Offload = host.NONE
     secondary_shards: bool = False
     skip_nonfinite: bool = True
     optimizer_state_dtype: str = FP32
@@ -80,7 +80,7 @@ class Config:
         self._settle("bucket_bytes", check_bucket(self.bucket_bytes, self._devices))
         if self.memory_limit is not None:
             self._settle("memory_limit", parse_bytes(self.memory_limit, "memory_limit"))
-        self._settle("offload", tiers.settle(tiers.parse(self.offload), self.mesh))
+        self._settle("offload", host.settle(host.parse(self.offload), self.mesh))
         self._check_states()
         if self.offload.activations:
             self._move_activations()

@@ -19,7 +19,7 @@ from zero_jax.engine.device_step import DeviceStep
 from zero_jax.engine.device_step import Result as Result
 from zero_jax.engine.losses import LossFn as LossFn
 from zero_jax.engine.trace import Traced, trace
-from zero_jax.offload import tiers
+from zero_jax.offload import host
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.mesh import batch_axes, batch_shards
 from zero_jax.sharding.partition import Partition
@@ -98,7 +98,7 @@ class GlobalLoss:
     ) -> Result:
         settings = self.settings
         if settings.offload.streams_params:
-            params = tiers.to_device(params)
+            params = host.to_device(params)
         k = 1 if scale is None else settings.grad_accum_steps
         traced = self.read(params, batch, extras, k)
         full, rest = jax.eval_shape(layout.unpad, params), jax.tree.structure(params)

@@ -7,7 +7,6 @@ streamed, and one whose layers save their inputs in host memory. It runs only on
     python -m zero_jax.offload --check
 """
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ import optax
 from zero_jax.engine.config import Config
 from zero_jax.engine.optimizer import ZeroTransform
 from zero_jax.engine.step import TrainStep
-from zero_jax.offload import tiers
+from zero_jax.offload import host
 from zero_jax.sharding import layout
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.sharding.paths import PyTree
@@ -78,28 +77,17 @@ def _gap(want: np.ndarray, got: np.ndarray) -> float:
 
 def _states(device: jax.Device, offloaded: bool) -> PyTree:
     """Trains with optimizer state and fp32 master parameters streamed in about ten pieces."""
-
-    def model(p: PyTree, x: jax.Array) -> jax.Array:
-        return functools.reduce(lambda h, w: jnp.tanh(h @ w), p["layers"], x + p["bias"]) @ p["out"]
-
-    offload = tiers.Offload(offloaded, offloaded, piece_bytes=1 << 16)
-    return _trained(model, Config(make_mesh(devices=[device]), offload=offload))
+    offload = host.Offload(offloaded, offloaded, piece_bytes=1 << 16)
+    return _trained(Config(make_mesh(devices=[device]), offload=offload))
 
 
 def _residuals(device: jax.Device, offloaded: bool) -> PyTree:
     """Trains with saved activations copied to host memory and back, layer by layer."""
-
-    def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
-        return jnp.tanh(h @ w) + h, None
-
-    def model(p: PyTree, x: jax.Array) -> jax.Array:
-        return jax.lax.scan(layer, x + p["bias"], p["layers"])[0] @ p["out"]
-
     remat = "block@host" if offloaded else "block"
-    return _trained(model, Config(make_mesh(devices=[device]), remat=remat))
+    return _trained(Config(make_mesh(devices=[device]), remat=remat))
 
 
-def _trained(model: Callable[[PyTree, jax.Array], jax.Array], settings: Config) -> PyTree:
+def _trained(settings: Config) -> PyTree:
     """Returns parameters and moments after a few steps of clipped AdamW."""
     mesh, offload = settings.mesh, settings.offload
     plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -110,10 +98,14 @@ def _trained(model: Callable[[PyTree, jax.Array], jax.Array], settings: Config) 
     params = {name: jax.random.normal(key, shape) / 8 for (name, shape), key in named}
     cuts = settings.splitter(params)
     placed = layout.shardings(params, cuts, mesh)
-    params = jax.device_put(params, tiers.place(placed, params, offload))
+    params = jax.device_put(params, host.place(placed, params, offload))
+
+    def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(h @ w) + h, None
 
     def loss(p: PyTree, x: jax.Array) -> jax.Array:
-        return jnp.mean((model(p, x) - 1.0) ** 2)
+        h, _ = jax.lax.scan(layer, x + p["bias"], p["layers"])
+        return jnp.mean((h @ p["out"] - 1.0) ** 2)
 
     step = TrainStep(settings, loss, tx)
     state, batch = tx.init(params), jnp.cos(jnp.arange(8.0 * _WIDTH)).reshape(8, _WIDTH)

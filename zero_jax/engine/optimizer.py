@@ -23,7 +23,7 @@ from zero_jax.engine.loss_scale import Guard, init_guard, next_guard
 from zero_jax.engine.transformations import check_updates, without_frozen
 from zero_jax.low_bit.state import FP32, LowBitState, initial, kind_of, restated, splits_of
 from zero_jax.matrix_updates import update as matrix_updates
-from zero_jax.offload import streaming, tiers
+from zero_jax.offload import host
 from zero_jax.offload.nvme import StateFiles, Stored
 from zero_jax.sharding import layout
 from zero_jax.sharding.partition import Partition, Partitioner, state_partitions
@@ -95,8 +95,8 @@ class ZeroTransform(optax.GradientTransformationExtraArgs):
         return self.config.splitter
 
     @functools.cached_property
-    def _partition(self) -> streaming.Partitioning:
-        return streaming.Partitioning(self.splitter, self.config.frozen, self.config.mesh)
+    def _partition(self) -> host.Partitioning:
+        return host.Partitioning(self.splitter, self.config.frozen, self.config.mesh)
 
     @functools.cached_property
     def inner(self) -> optax.GradientTransformationExtraArgs:
@@ -114,7 +114,7 @@ class ZeroTransform(optax.GradientTransformationExtraArgs):
 
     def _initial_state(self, params: PyTree) -> ZeroState:
         full = layout.unpad(
-            tiers.to_device(params) if self.config.offload.streams_params else params
+            host.to_device(params) if self.config.offload.streams_params else params
         )
         inner = initial(self.inner, full, self.config.optimizer_state_dtype)
         state = ZeroState(inner, init_guard(self.config.precision))
@@ -130,12 +130,12 @@ class ZeroTransform(optax.GradientTransformationExtraArgs):
         if self._in_pieces or self.config.offload.in_files:
             self._traced(full)
         if self.config.offload.streams:
-            return tiers.place_state(placed, tiers.offloaded(state, full, self.splitter))
+            return host.place_state(placed, host.offloaded(state, full, self.splitter))
         return placed
 
-    def _traced(self, full: PyTree) -> streaming.PiecewiseUpdate:
+    def _traced(self, full: PyTree) -> host.PiecewiseUpdate:
         """Returns the update in pieces; raises CannotStream if that is impossible."""
-        return streaming.traced_update(
+        return host.traced_update(
             self.inner,
             full,
             self._partition,
@@ -191,7 +191,7 @@ class ZeroTransform(optax.GradientTransformationExtraArgs):
         like = jax.eval_shape(layout.unpad, abstract)
 
         def convert(state: ZeroState) -> ZeroState:
-            made = restated(layout.unpad(tiers.to_device(state)), like)
+            made = restated(layout.unpad(host.to_device(state)), like)
             return layout.pad(made, self._state_cuts(made, full))
 
         return jax.jit(convert, out_shardings=self._placed(abstract, full))(state)
@@ -279,7 +279,7 @@ class ZeroTransform(optax.GradientTransformationExtraArgs):
         def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             return self.inner.update(grads, state, params, **layout.unpad(extra))
 
-        return streaming.update_in_pieces(
+        return host.update_in_pieces(
             update,
             trees,
             self._partition,

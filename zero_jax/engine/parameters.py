@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from zero_jax.collectives.precision import cast
 from zero_jax.engine.config import Config
-from zero_jax.offload import tiers
+from zero_jax.offload.host import place
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.mesh import check_there
 from zero_jax.sharding.paths import PyTree
@@ -84,4 +84,4 @@ def _initializer(
 
     abstract = jax.eval_shape(initialize, *args)
     placed = layout.shardings(abstract, cuts, config.mesh)
-    return initialize, abstract, tiers.place(placed, abstract, config.offload)
+    return initialize, abstract, place(placed, abstract, config.offload)

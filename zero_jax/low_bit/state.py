@@ -4,7 +4,7 @@ These are the leaves with the shape of a parameter, in fp32, of at least 4096 el
 is computed from parameters in `init` (an average, a slow copy) is a weight, not a statistic, and
 stays in fp32: the trace of `init` shows it, names do not matter.
 
-Bytes per element: 1 in 8 bits and 2 per block of 128; 2 in bf16. `offload/streaming.py` updates the
+Bytes per element: 1 in 8 bits and 2 per block of 128; 2 in bf16. `offload/host.py` updates the
 state in pieces. Only blocks that span devices need communication (storage.py).
 """
 

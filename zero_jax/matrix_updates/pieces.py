@@ -95,11 +95,8 @@ class Pieces:
         pairs = zip(self._over, self.piece, strict=True)
         split = itertools.chain(*((*over, n) for over, n in pairs))
         by_dim = self.padded(matrix).reshape(list(split))
-        return by_dim.transpose(_inverse(self._order)).reshape(-1, self.size)
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    return sorted(range(len(order)), key=order.__getitem__)
+        inverse = np.argsort(self._order).tolist()
+        return by_dim.transpose(inverse).reshape(-1, self.size)
 
 
 def _some(stack: jax.Array, first: int, count: int) -> jax.Array:

@@ -30,15 +30,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import DTypeLike
 
-from zero_jax.offload.streaming import Operands, PiecewiseUpdate, applied
-from zero_jax.offload.tiers import Offload
+from zero_jax.offload.host import Offload, Operands, PiecewiseUpdate, applied, as_stored
 from zero_jax.sharding import layout
 from zero_jax.sharding.mesh import names
 from zero_jax.sharding.partition import Partition, partition
 from zero_jax.sharding.paths import Padded, PyTree
 
-Start = tuple[int, ...]  # where a shard starts in the stored array
-Shards = dict[Start, jax.Array]  # those of this process, each once
+Shards = dict[str, jax.Array]  # those of this process, each once, by name in the store
 RECORD = "step.json"
 _ALIGN = 4096
 
@@ -48,14 +46,11 @@ class Store:
 
     Args:
       folder: The folder of this process.
-      shapes: Shape and dtype of each array, by name; their order is that in the files.
+      shapes: Shape and dtype of each array, by name, in the order of the files.
       create: Create the files, which must not exist; otherwise they must, for the same arrays.
 
     Attributes:
       step: The last complete step.
-
-    Raises:
-      ValueError: The folder cannot be written, is full, has a state already, or another one.
     """
 
     def __init__(
@@ -66,11 +61,12 @@ class Store:
         create: bool,
     ):
         self.folder, self._record = folder, folder / RECORD
-        self._shapes = {name: (tuple(shape), np.dtype(d)) for name, (shape, d) in shapes.items()}
-        self._layout = {name: [list(shape), str(d)] for name, (shape, d) in self._shapes.items()}
-        self._offsets, offset = dict[str, int](), 0
-        for name, (shape, dtype) in self._shapes.items():
-            self._offsets[name], size = offset, math.prod(shape) * dtype.itemsize
+        self._layout = {n: [list(shape), str(np.dtype(d))] for n, (shape, d) in shapes.items()}
+        self._arrays: dict[str, tuple[int, tuple[int, ...], np.dtype[Any]]] = {}
+        offset = 0
+        for name, (shape, dtype) in shapes.items():
+            self._arrays[name] = offset, tuple(shape), np.dtype(dtype)
+            size = math.prod(shape) * np.dtype(dtype).itemsize
             offset += -(-size // _ALIGN) * _ALIGN
         if create:
             self._create(max(offset, _ALIGN))
@@ -119,8 +115,8 @@ class Store:
 
     def view(self, step: int, name: str) -> np.ndarray:
         """Returns an array of a step, to read and write; mapped pages count as process memory."""
-        shape, dtype = self._shapes[name]
-        return np.memmap(self._path(step), dtype, "r+", self._offsets[name], shape)
+        offset, shape, dtype = self._arrays[name]
+        return np.memmap(self._path(step), dtype, "r+", offset, shape)
 
     def commit(self, step: int) -> None:
         """Makes a step the one that a process resumes from."""
@@ -157,21 +153,13 @@ def discard(directory: str) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FileArray:
-    """One array in files; for checkpoints a leaf of the optimizer state.
-
-    Attributes:
-      files: The files that it is in.
-      name: Its name there, for example "state3".
-      cut: Its partition; that of the words of a random key.
-      dtype: The dtype in files.
-      key_impl: The generator of a random key, or None.
-    """
+    """One array in files; for checkpoints a leaf of the optimizer state."""
 
     files: "StateFiles"
-    name: str
+    name: str  # in the files, for example "state3"
     cut: Partition
     dtype: np.dtype[Any]
-    key_impl: str | None = None
+    key_impl: str | None = None  # of a random key: its words are in the files
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -194,35 +182,30 @@ class FileArray:
         return PartitionSpec(tuple(x for axis in self.cut.stored_spec for x in names(axis or ())))
 
     @functools.cached_property
-    def starts(self) -> dict[jax.Device, Start]:
-        """Where the shard of each device of this process starts."""
+    def keys(self) -> dict[jax.Device, str]:
+        """Names in the store of the shards of this process: the array's, and where it starts."""
         indices = self.sharding.addressable_devices_indices_map(self.shape)
-        return {d: tuple(part.start or 0 for part in at or ()) for d, at in indices.items()}
+        starts = {d: [str(part.start or 0) for part in at or ()] for d, at in indices.items()}
+        return {device: f"{self.name}/{'-'.join(start)}" for device, start in starts.items()}
 
-    @functools.cached_property
-    def keys(self) -> dict[Start, str]:
-        """Names in the store of the shards of this process, by start; in the order of names."""
-        names = {f"{self.name}/{'-'.join(map(str, x))}": x for x in self.starts.values()}
-        return {names[key]: key for key in sorted(names)}
+    @property
+    def names(self) -> list[str]:
+        """The same, each once and sorted, as they follow each other in the files."""
+        return sorted(set(self.keys.values()))
 
     def fetch(self, step: int | None = None, part: slice | None = None) -> jax.Array:
-        """Returns the array over the mesh.
-
-        Args:
-          step: A step; by default the last one.
-          part: A part of every flat shard, for a flat array of these parts.
-        """
+        """Returns the array of a step, or a flat array of the same part of every flat shard."""
         store = self.files.store
         step = store.step if step is None else step
-        views = {start: store.view(step, key) for start, key in self.keys.items()}
+        views = {name: store.view(step, name) for name in self.names}
         shape, sharding = self.shape, self.sharding
         if part is not None:
             shards = math.prod(shape) // self.size
             shape = ((part.stop - part.start) * shards,)
             sharding = NamedSharding(self.files.mesh, self.flat)
-            views = {start: view.reshape(-1)[part] for start, view in views.items()}
-        copies = {start: np.array(view) for start, view in views.items()}
-        arrays = [jax.device_put(copies[start], device) for device, start in self.starts.items()]
+            views = {name: view.reshape(-1)[part] for name, view in views.items()}
+        copies = {name: np.array(view) for name, view in views.items()}
+        arrays = [jax.device_put(copies[name], device) for device, name in self.keys.items()]
         value = jax.make_array_from_single_device_arrays(shape, sharding, arrays)
         return jax.random.wrap_key_data(value, impl=self.key_impl) if self.key_impl else value
 
@@ -233,12 +216,12 @@ class FileArray:
 
     def local(self, value: jax.Array) -> Shards:
         """Returns the shards of an array over the mesh."""
-        return {self.starts[shard.device]: shard.data for shard in value.addressable_shards}
+        return {self.keys[shard.device]: shard.data for shard in value.addressable_shards}
 
     def put(self, step: int, start: int, pieces: Shards) -> None:
         """Writes flat pieces of shards that begin at element `start` of them."""
-        for shard, piece in pieces.items():
-            flat = self.files.store.view(step, self.keys[shard]).reshape(-1)
+        for name, piece in pieces.items():
+            flat = self.files.store.view(step, name).reshape(-1)
             flat[start : start + piece.size] = np.asarray(piece)
 
     def put_all(self, step: int, value: jax.Array) -> None:
@@ -258,14 +241,8 @@ def _piece(x: jax.Array, start: int | jax.Array, size: int) -> jax.Array:
 class StateFiles:
     """The optimizer state, the guard and perhaps master parameters in files, and their update.
 
-    Args:
-      tx: The transformation, on trained leaves only.
-      update: Its update in pieces.
-      params: Stored parameters.
-      guard: The guard before the first step.
-      next_guard: Returns the guard after a step from that before it and whether it counts.
-      offload: The setting.
-      resume: True if the files exist.
+    With `resume` the files exist. `next_guard` returns the guard after a step, given that before it
+    and whether the step counts.
     """
 
     def __init__(
@@ -286,12 +263,13 @@ class StateFiles:
         self.params = self._arrays("param", full, update.splits) if offload.params else []
         self.state = self._arrays("state", self.abstract, update.of_state)
         # Counters and rates, which the device keeps too.
-        self.resident = [x for x, s in zip(self.state, update.streamed, strict=True) if not s]
+        numbered = enumerate(self.state, len(update.splits))
+        self.resident = [x for i, x in numbered if i not in update.streamed]
         self.guard = self._arrays("guard", guard, [partition((), 1)] * len(jax.tree.leaves(guard)))
         arrays = {
-            key: (x.cut.device_shape, x.dtype)
+            name: (x.cut.device_shape, x.dtype)
             for x in (*self.params, *self.state, *self.guard)
-            for key in x.keys.values()
+            for name in x.names
         }
         assert offload.directory is not None
         self.store = Store(folder_of(offload.directory), arrays, create=not resume)
@@ -312,7 +290,7 @@ class StateFiles:
         """Returns the elements of a piece of a shard, each of so many bytes in host memory."""
         most = self._offload.piece_bytes // element
         if self._offload.host_bytes is not None:
-            local_shards = len(array.keys)
+            local_shards = len(array.names)
             most = min(most, self._offload.host_bytes // (2 * element * local_shards))
         return max(1, most)
 
@@ -327,10 +305,10 @@ class StateFiles:
 
             placed = NamedSharding(self.mesh, cut.stored_spec)
             value = jax.jit(leaf, out_shardings=placed)(params)
-            if self._update.streamed[j]:
-                array.put_all(0, *jax.tree.leaves(value))
-            else:
+            if array in self.resident:
                 resident.append(value)
+            else:
+                array.put_all(0, *jax.tree.leaves(value))
         leaves = jax.tree.leaves(params)
         for array, value in zip(self.params, leaves, strict=False):
             array.put_all(0, value)
@@ -360,7 +338,7 @@ class StateFiles:
         def fetched(arrays: Sequence[FileArray], like: PyTree) -> PyTree:
             return jax.tree.unflatten(jax.tree.structure(like), [x.fetch(step) for x in arrays])
 
-        resident = [_padded(array.fetch(step), array.cut) for array in self.resident]
+        resident = [as_stored(array.fetch(step), array.cut) for array in self.resident]
         params = fetched(self.params, params) if self.params else params
         return params, Stored(resident, self), fetched(self.guard, self._guard)
 
@@ -377,7 +355,7 @@ class StateFiles:
         update, now = self._update, self.store.step
         flat, (new, treedef) = jax.tree.leaves(grads), jax.tree.flatten(params)
         count, first = len(new), update.first_param
-        resident = [i for i, streamed in enumerate(update.streamed, count) if not streamed]
+        resident = [i for i in range(count, first) if i not in update.streamed]
         inputs = dict(enumerate(flat)) | dict(enumerate((*new, loss), first))
         inputs |= dict(zip(resident, jax.tree.leaves(stored.resident), strict=True))
         outputs, operands, guard = self._prepared(inputs, guard, finite)
@@ -416,10 +394,7 @@ class StateFiles:
         return outputs, operands, self._next_guard(guard, finite)
 
     def _program(self, at: int, size: int) -> Callable[..., tuple[jax.Array, ...]]:
-        """Returns the program that updates a piece of the states, and of the parameter in place.
-
-        It returns the parameter, the states' pieces and that of the parameter.
-        """
+        """Returns a program: the parameter with a new piece, and pieces of states and parameter."""
         update, spec = self._update, self._update.splits[at].stored_spec
         states = update.recipes[at].outputs[1:]
         flat, replicated = self.state[states[0] - len(update.splits)].flat, PartitionSpec()
@@ -450,28 +425,20 @@ class StateFiles:
         return jax.jit(mapped, donate_argnums=0)
 
 
-def _padded(value: PyTree, cut: Partition) -> PyTree:
-    return value if cut.dim is None or not cut.padded else Padded(value, cut.dim, cut.size)
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """An optimizer state whose larger part is in files.
+    """An optimizer state whose larger part is in files."""
 
-    Attributes:
-      resident: Leaves on the device, as stored: counters, rates.
-      files: The files of the others.
-    """
-
-    resident: list[PyTree]
+    resident: list[PyTree]  # leaves on the device, as stored: counters, rates
     files: StateFiles = dataclasses.field(metadata={"static": True})
 
     def unfolded(self) -> PyTree:
         """Returns the tree of the transformation, with a `FileArray` for each leaf in files."""
-        resident = iter(self.resident)
-        files = self.files
-        nodes = [next(resident) if x in files.resident else _padded(x, x.cut) for x in files.state]
+        resident, files = iter(self.resident), self.files
+        nodes = [
+            next(resident) if x in files.resident else as_stored(x, x.cut) for x in files.state
+        ]
         return jax.tree.unflatten(jax.tree.structure(files.abstract), nodes)
 
     def folded(self, tree: PyTree) -> "Stored":

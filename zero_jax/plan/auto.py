@@ -22,7 +22,7 @@ import optax
 from zero_jax.engine.config import Config
 from zero_jax.engine.grads import LossFn
 from zero_jax.hlo.targets import Target
-from zero_jax.offload.streaming import CannotStream
+from zero_jax.offload.host import CannotStream
 from zero_jax.plan import candidates, planning
 from zero_jax.plan.advice import TIE
 from zero_jax.plan.candidates import Candidate

@@ -19,8 +19,7 @@ from jax.sharding import AbstractMesh
 from zero_jax.engine.config import Config
 from zero_jax.hlo.targets import Target
 from zero_jax.hlo.targets import target as target_of
-from zero_jax.offload import tiers
-from zero_jax.offload.tiers import Offload
+from zero_jax.offload.host import HOST, NONE, Offload, parse
 from zero_jax.plan.memory import elements_per_param
 from zero_jax.plan.plans import Plan
 from zero_jax.remat import policies
@@ -28,7 +27,7 @@ from zero_jax.sharding.mesh import MODEL, model_size
 from zero_jax.sharding.model_axis import SEQUENCE
 
 # Tiers of the optimizer state, fewest bytes in host memory first.
-STATES = tuple(map(tiers.parse, ("none", "optimizer", "optimizer,params")))
+STATES = tuple(map(parse, ("none", "optimizer", "optimizer,params")))
 # Fraction of device memory reserved for the runtime, its libraries and NCCL, which no plan shows.
 RESERVE = 0.08
 # Fraction of host memory to use; the rest is for the data, the system and the program.
@@ -44,7 +43,7 @@ class Candidate:
     stage: int
     grad_accum_steps: int
     remat: str
-    offload: Offload = tiers.NONE
+    offload: Offload = NONE
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -53,7 +52,7 @@ class Candidate:
 
     @property
     def uses_host(self) -> bool:
-        return self.offload.states or any(p.host for p in policies.parse(self.remat).places)
+        return self.offload.optimizer or any(p.host for p in policies.parse(self.remat).places)
 
     def cost(
         self, plan: Plan | None = None, trained: float = 1.0
@@ -87,7 +86,7 @@ class Candidate:
             and mine.passes <= theirs.passes
             and mine.partitioned <= theirs.partitioned
             and any(p.host for p in mine.places) <= any(p.host for p in theirs.places)
-            and self.offload in (tiers.NONE, other.offload)
+            and self.offload in (NONE, other.offload)
         )
 
     def __str__(self) -> str:
@@ -147,7 +146,7 @@ def of_config(
     parts = model_size(config.mesh) > 1 and not split
     places = [str(policies.Place(h, p)) for h in (False, True) for p in (False, True)]
     usable = [p for p in places[1:] if (host or "host" not in p) and (parts or "part" not in p)]
-    stay = initialized or not host or config.offload != tiers.NONE
+    stay = initialized or not host or config.offload != NONE
     return combinations(
         rows,
         grad_accum_steps=config.grad_accum_steps,
@@ -206,7 +205,7 @@ def host_limit(config: Config, target: str | Target | None) -> int:
         return 0
     device = config.mesh.local_devices[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
-    if device.platform == "cpu" or tiers.HOST not in kinds:
+    if device.platform == "cpu" or HOST not in kinds:
         return 0
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(whole * HOST_SHARE / max(_HOST_DEVICES, jax.local_device_count()))

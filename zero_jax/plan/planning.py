@@ -26,8 +26,7 @@ from zero_jax.engine.step import TrainStep
 from zero_jax.hlo import aot
 from zero_jax.hlo.targets import Target
 from zero_jax.hlo.targets import target as target_of
-from zero_jax.offload import tiers
-from zero_jax.offload.tiers import HOST
+from zero_jax.offload.host import HOST, is_on_host
 from zero_jax.plan import expert_elements, proof
 from zero_jax.plan.plans import Plan, Predicted
 from zero_jax.plan.temporaries import Schedule, temporaries
@@ -140,11 +139,11 @@ def _predict(step: TrainStep, args: tuple[PyTree, ...], of_gpus: bool) -> Plan:
     update = predict_update(settings, step.transformation.plain, full)
     if update.bytes > sum(terms.values()):
         terms = {"update": update.bytes}
-    host = tiers.bytes_on(params, HOST) + tiers.bytes_on(opt_state, HOST)
+    host = bytes_on(params, HOST) + bytes_on(opt_state, HOST)
     streams = {}
     if host:
         # Stages 1 and 2 are done with the masters once they have gathered them.
-        fetched = tiers.bytes_on(params, HOST) if settings.stage in (0, 3) else 0
+        fetched = bytes_on(params, HOST) if settings.stage in (0, 3) else 0
         pieces = min(2 * settings.offload.piece_bytes, host)
         streams = {"fetched": fetched, "pieces": pieces}
     return Plan(
@@ -163,14 +162,29 @@ def _predict(step: TrainStep, args: tuple[PyTree, ...], of_gpus: bool) -> Plan:
             cuts, axis_size(settings.mesh, data_axis(settings.mesh)) // experts_size(settings.mesh)
         ),
         predicted=Predicted(
-            parameters=tiers.bytes_on(params),
-            optimizer_state=tiers.bytes_on(opt_state),
-            batch=tiers.bytes_on(batch) + tiers.bytes_on(extras),
+            parameters=bytes_on(params),
+            optimizer_state=bytes_on(opt_state),
+            batch=bytes_on(batch) + bytes_on(extras),
             temporaries=terms | streams,
             host_states=host,
             host_saved=peak.host,
         ),
     )
+
+
+def bytes_on(tree: PyTree, kind: str = "device") -> int:
+    """Returns the bytes of one device's shards in one kind of memory."""
+    return sum(_leaf_bytes(x) for x in jax.tree.leaves(tree) if is_on_host(x) == (kind == HOST))
+
+
+def _leaf_bytes(leaf: Any) -> int:
+    if jax.dtypes.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    sharding = getattr(leaf, "sharding", None)
+    shape = np.shape(leaf)
+    if isinstance(sharding, NamedSharding):
+        shape = sharding.shard_shape(shape)
+    return int(np.prod(shape)) * jax.dtypes.result_type(leaf).itemsize
 
 
 def _placed(batch: PyTree, sharding: NamedSharding) -> PyTree:

@@ -43,7 +43,7 @@ def predict(config: Config, tx: optax.GradientTransformation, full: PyTree) -> U
       tx: Any optax transformation, not wrapped.
       full: The full parameters.
     """
-    if config.shards == 1 or config.offload.states or config.optimizer_state_dtype != FP32:
+    if config.shards == 1 or config.offload.optimizer or config.optimizer_state_dtype != FP32:
         return Update()  # nothing is sharded; or it is elementwise
     update = assigned(config, tx, full)
     peaks = [temporaries(one.traced, 0).bytes for one in update.exchanges]

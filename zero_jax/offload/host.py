@@ -1,26 +1,29 @@
-"""Optimizer updates in pieces, for state in host memory, in files, or in 8 or 16 bits.
+"""Offload settings, states in host memory, and optimizer updates in pieces.
 
-`PiecewiseUpdate` traces an update once, on full shapes, and sorts its operations:
+`Zero(mesh, offload="optimizer,params")` moves the optimizer state, 8Ψ/N bytes per device for Adam,
+and fp32 master parameters, 4Ψ/N bytes, to JAX's `pinned_host` memory, which devices read and write
+directly. The tier `nvme=DIR` uses memory-mapped files (nvme.py).
 
-  global     reads no streamed value: the norm of all gradients, a schedule, a step counter. Runs
-             once, on full arrays.
-  piecewise  is elementwise along one parameter: the moments, the update. Runs on pieces.
+`PiecewiseUpdate` traces an update once, on full shapes. Operations that read no streamed value (the
+norm of all gradients, a schedule, a step counter) run once, on full arrays. Operations that are
+elementwise along one parameter (moments, the update) run on pieces. Any other one on streamed
+values (a norm of updates, a factored moment, a matrix product) raises `CannotStream`. Updates are
+exact, because the same operations run on every element.
 
-Another operation on streamed values (a norm of updates, a factored moment, a matrix product) raises
-`CannotStream`. Updates are exact, because the same operations run on every element.
+`update_in_pieces` runs it inside a jitted step, for state in host memory or in 8 or 16 bits. Each
+device updates its own shards in two lanes of about equal bytes. A lane fetches a piece after it has
+stored the previous one, which an `optimization_barrier` enforces; meanwhile the other lane computes
+or stores. A device holds two pieces, whatever the size of the model, and the new codes of two
+leaves if low-bit state is on the device. XLA slices the donated host array and writes the slice
+back in place (seen in the program for H100), so host memory holds nothing twice. Bytes per step:
+all state in host memory, once to the device and once back.
 
-`update_in_pieces` runs it inside a jitted step. Each device updates its own shards in two lanes of
-about equal bytes. A lane fetches a piece after it has stored the previous one, which an
-`optimization_barrier` enforces; meanwhile the other lane computes or stores. A device holds two
-pieces, whatever the size of the model, and the new codes of two leaves if low-bit state is on the
-device. XLA slices the donated host array and writes the slice back in place (seen in the program
-for H100), so host memory holds nothing twice. Bytes per step: all state in host memory, once to
-the device and once back. `nvme.py` runs the same update from files.
-
-Source: ZeRO-Offload (arXiv:2101.06840), section 5.
+Sources: ZeRO, section 9; ZeRO-Offload (arXiv:2101.06840), section 5.
 """
 
+import dataclasses
 import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,29 +31,185 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from zero_jax.collectives.norms import unless_skipped
 from zero_jax.low_bit.state import FP32, LowBitState
-from zero_jax.low_bit.storage import Box, Coding, blocks_of, boxes, on_devices, scales_split
-from zero_jax.offload import tiers
-from zero_jax.offload.tiers import is_on_host
+from zero_jax.low_bit.storage import Coding, blocks_of, boxes, on_devices, scales_split
+from zero_jax.names import nearest
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.mesh import AnyMesh
-from zero_jax.sharding.partition import (
-    Partition,
-    Partitioner,
-    mirrors,
-    state_partitions,
-)
-from zero_jax.sharding.paths import Frozen
+from zero_jax.sharding.partition import Partition, Partitioner, mirrors, state_partitions
+from zero_jax.sharding.paths import Frozen, Padded, PyTree
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.dataflow import Graph, needed
 from zero_jax.tracing.interpreter import Resized
 from zero_jax.tracing.jaxpr import CALLS, runs_on_pieces, shape_of
 from zero_jax.tracing.sources import transformation_of
 
-PyTree = Any
+HOST = "pinned_host"
+STATES = ("optimizer", "params", "activations")
+TIERS = ("host", "nvme", "auto")
+GRAMMAR = "optimizer,params,activations[:host|nvme=DIR|auto]"
+PIECE_BYTES = 64 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Offload:
+    """States stored outside device memory.
+
+    Attributes:
+      optimizer: Offload the optimizer state.
+      params: Also offload the fp32 master parameters.
+      activations: Offload saved activations; `Zero` applies it through its remat policy.
+      tier: "host" or "nvme".
+      directory: Directory of the nvme tier.
+      auto: Keep the states on the device, with a warning, if it has no host memory kind.
+      piece_bytes: Maximum bytes of state, update and master parameters in one piece of the update.
+        Two pieces are on the device at once.
+      host_bytes: Maximum bytes of pieces in host memory per process of the nvme tier. None derives
+        it from `piece_bytes`.
+
+    Raises:
+      ValueError: `piece_bytes` is below 4 KiB, `host_bytes` is below 16 KiB, or `params` is set
+        without `optimizer`.
+    """
+
+    optimizer: bool = False
+    params: bool = False
+    activations: bool = False
+    tier: str = "host"
+    directory: str | None = None
+    auto: bool = False
+    piece_bytes: int = PIECE_BYTES
+    host_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.piece_bytes, int) or self.piece_bytes < 4096:
+            raise ValueError(
+                f"`piece_bytes`={self.piece_bytes!r}: at least 4096 bytes are required. The "
+                f"default is {PIECE_BYTES} (64 MiB)"
+            )
+        if self.host_bytes is not None and self.host_bytes < 1 << 14:
+            raise ValueError(f"`host_bytes`={self.host_bytes!r}: at least 16384 bytes are required")
+        if self.params and not self.optimizer:
+            raise ValueError(
+                '`offload`="params": only the update uses fp32 master parameters, so the '
+                'optimizer state must be offloaded too. Use offload="optimizer,params"'
+            )
+
+    @property
+    def streams(self) -> bool:
+        """True if states in host memory are streamed through the device in the step."""
+        return self.optimizer and self.tier == "host"
+
+    @property
+    def in_files(self) -> bool:
+        """True if states are stored in files and updated by the host."""
+        return self.optimizer and self.tier == "nvme"
+
+    @property
+    def streams_params(self) -> bool:
+        """True if fp32 master parameters are also streamed from host memory."""
+        return self.params and self.tier == "host"
+
+    def __str__(self) -> str:
+        words = [word for word in STATES if getattr(self, word)]
+        place = {"nvme": f":nvme={self.directory}"}.get(self.tier, ":auto" if self.auto else "")
+        return ",".join(words) + place if words else "none"
+
+
+NONE = Offload()
+
+
+def parse(given: "str | Offload | None") -> Offload:
+    """Parses the setting: an `Offload`, None, or names as on the command line.
+
+    >>> parse("optimizer,params").params, parse("optimizer:nvme=/scratch").directory
+    (True, '/scratch')
+    """
+    if given is None or given == "none":
+        return NONE
+    if isinstance(given, Offload):
+        return given
+    if not isinstance(given, str):
+        raise ValueError(f"`offload`={given!r}: write {GRAMMAR}, or pass an Offload")
+    names, _, place = given.partition(":")
+    words = [word.strip() for word in names.split(",")]
+    tier, _, directory = place.partition("=")
+    for word, known in [*((word, STATES) for word in words), *[(tier, TIERS)] * bool(place)]:
+        if word not in known:
+            raise ValueError(
+                f"`offload`={given!r}: {word!r} is not one of {', '.join(known)}; the nearest is "
+                f'{nearest(word, known)!r}. Write {GRAMMAR}; offload="optimizer" uses host memory'
+            )
+    if (tier == "nvme") != bool(directory):
+        raise ValueError(
+            f"`offload`={given!r}: the nvme tier, and no other, requires a directory: "
+            f"{names}:nvme=/path/on/nvme"
+        )
+    return Offload(
+        **{word: True for word in words},
+        tier="nvme" if tier == "nvme" else "host",
+        directory=directory or None,
+        auto=tier == "auto",
+    )
+
+
+def settle(offload: Offload, mesh: AnyMesh) -> Offload:
+    """Returns the offload that the devices of a mesh support; warns if "auto" disables it."""
+    if not offload.streams or isinstance(mesh, AbstractMesh):
+        return offload
+    device = mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if HOST in kinds:
+        return offload
+    lacks = f"{device.device_kind} has no {HOST} memory in this JAX (it has {', '.join(kinds)})"
+    if not offload.auto:
+        raise ValueError(
+            f'`offload`="{offload}": {lacks}. Leave `offload` out, or use '
+            f'offload="{offload}:auto" to offload only where it is supported'
+        )
+    stays = dataclasses.replace(offload, optimizer=False, params=False)
+    warnings.warn(f'`offload`="{offload}": {lacks}, so the state stays on the device', stacklevel=5)
+    return stays
+
+
+def place(placed: PyTree, leaves: PyTree, offload: Offload) -> PyTree:
+    """Returns shardings of master parameters: in host memory if offloaded, from rank 1 on."""
+    shapes = (x.shape for x in jax.tree.leaves(leaves))
+    return place_state(placed, [offload.streams_params and bool(shape) for shape in shapes])
+
+
+def offloaded(state: PyTree, params: PyTree, splitter: Partitioner) -> list[bool]:
+    """Returns True for each state leaf that is offloaded: it mirrors a parameter with a dim."""
+    splits = splitter(params)
+    of_state = state_partitions(state, params, splits)
+    owners = mirrors(of_state, splits)
+    return [o is not None and bool(x.shape) for x, o in zip(of_state, owners, strict=True)]
+
+
+def place_state(placed: PyTree, offloaded: Sequence[bool]) -> PyTree:
+    """Returns shardings: in host memory for the leaves that are offloaded."""
+    flags = jax.tree.unflatten(jax.tree.structure(placed), offloaded)
+    return jax.tree.map(lambda s, flag: s.with_memory_kind(HOST) if flag else s, placed, flags)
+
+
+def is_on_host(leaf: Any) -> bool:
+    """Returns True for an array, a traced value or a ShapeDtypeStruct in host memory."""
+    kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+    if kind is None and isinstance(leaf, jax.core.Tracer):
+        return bool(jax.typeof(leaf).memory_space == jax.memory.Space.Host)
+    return kind == HOST
+
+
+def to_device(tree: PyTree) -> PyTree:
+    """Moves leaves from host memory to the device; for use inside `jit`."""
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), tree)
+
+
+# The update in pieces.
+
 Update = Callable[..., tuple[PyTree, PyTree]]
 Arrays = list[jax.Array]
 Operands = tuple[Arrays, Arrays]  # arrays as stored, and scalars
@@ -69,21 +228,13 @@ class Partitioning(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """How the results of one parameter are computed from pieces.
+    """How the results of one parameter are computed from pieces."""
 
-    Attributes:
-      inputs: Numbers of the inputs that are sliced.
-      arrays: Variables of the parameter's shape that are computed first and sliced.
-      scalars: Scalar variables that are computed first.
-      outputs: Numbers of the outputs: the update, then the streamed states.
-      program: Elementwise equations: (inputs, arrays, scalars) to outputs.
-    """
-
-    inputs: list[int]
-    arrays: list[jex.Var]
-    scalars: list[jex.Var]
-    outputs: list[int]
-    program: jex.ClosedJaxpr
+    inputs: list[int]  # numbers of those that are sliced
+    arrays: list[jex.Var]  # of the parameter's shape: computed first, then sliced
+    scalars: list[jex.Var]  # computed first
+    outputs: list[int]  # numbers of the update, then of the streamed states
+    program: jex.ClosedJaxpr  # elementwise, of (inputs, arrays, scalars)
 
 
 class PiecewiseUpdate:
@@ -93,7 +244,7 @@ class PiecewiseUpdate:
     updates, states. A state has the same number as an input and as an output.
 
     Args:
-      update: The update of those trees.
+      update: The update; CannotStream is raised if it needs all elements of a streamed value.
       trees: Its arguments, abstract, of full shapes. Parameters may be None.
       streamed: For each state leaf, then for each parameter: True if it is available in pieces
         only. All states of a parameter are streamed if one of them is.
@@ -102,13 +253,10 @@ class PiecewiseUpdate:
     Attributes:
       splits: The partition of each parameter.
       of_state: The partition of each state leaf.
-      streamed: As above, for state leaves.
+      streamed: The numbers of streamed inputs.
       recipes: The recipe of each parameter that is updated in pieces, by number.
       first_param: The number of the first parameter among the inputs.
       dtypes: The dtype of each output.
-
-    Raises:
-      CannotStream: An operation needs all elements of a streamed value.
     """
 
     def __init__(
@@ -122,14 +270,15 @@ class PiecewiseUpdate:
         splitter, frozen, self.mesh = partitioning
         self.splits, self._frozen = splitter(like), paths.frozen_leaves(like, frozen)
         self.of_state = state_partitions(trees[1], like, self.splits)
-        owners, count = mirrors(self.of_state, self.splits), len(self.splits)
-        self.first_param = count + len(owners)
-        flags = list(zip(owners, streamed, strict=False))
-        groups = {owner for owner, flag in flags if flag and owner is not None}
-        self.streamed = [flag or owner in groups for owner, flag in flags]
-        masters = streamed[len(owners) :]
+        of_params = self.splits if trees[2] is not None else []
+        self._all_splits = [*self.splits, *self.of_state, *of_params]
+        self._owners = mirrors(self._all_splits, self.splits)
+        count, self.first_param = len(self.splits), len(self.splits) + len(self.of_state)
+        states = range(count, self.first_param)
+        self.streamed = {i for i, flag in enumerate(streamed, count) if flag}
+        groups = {self._owners[i] for i in self.streamed.intersection(states)} - {None}
+        self.streamed.update(i for i in states if self._owners[i] in groups)
         leaves, treedef = jax.tree.flatten(trees)
-        self._all_splits = [*self.splits, *self.of_state, *self.splits]
 
         def flat(*leaves: jax.Array) -> Arrays:
             return jax.tree.leaves(update(*jax.tree.unflatten(treedef, leaves)))
@@ -140,21 +289,20 @@ class PiecewiseUpdate:
         self._constants = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
         self._outputs = program.jaxpr.outvars
         self.dtypes = list(map(jaxprs.dtype_of, self._outputs))
-        self._owners = [*range(count), *owners, *range(len(masters))]
-        pairs = zip(self._inputs[count:], [*self.streamed, *masters], strict=False)
-        given = {var for var, flag in pairs if flag}
+        given = {self._inputs[i] for i in self.streamed}
         reads = self._graph.where(lambda eqn: not given.isdisjoint(jaxprs.variables([eqn])))
         self._behind = self._graph.after(reads)  # equations with streamed operands
-        self._streamed = given.union(self._graph.made(self._behind))
+        self._in_pieces = given.union(self._graph.made(self._behind))
 
         self.recipes: dict[int, Recipe] = {}
         for at, cut in enumerate(self.splits):
-            states = [j for j, owner in enumerate(owners) if owner == at and self.streamed[j]]
-            if cut.shape and not self._frozen[at] and (states or any(masters[at : at + 1])):
-                self.recipes[at] = self._recipe(at, [at, *(count + j for j in states)])
+            mine = [i for i in states if self._owners[i] == at and i in self.streamed]
+            has_any = mine or self.first_param + at in self.streamed
+            if has_any and cut.shape and not self._frozen[at]:
+                self.recipes[at] = self._recipe(at, [at, *mine])
         in_recipes = {output for recipe in self.recipes.values() for output in recipe.outputs}
-        self._not_streamed = [at for at in range(self.first_param) if at not in in_recipes]
-        if any(jaxprs.is_in(self._outputs[at], self._streamed) for at in self._not_streamed):
+        self._at_once = [at for at in range(self.first_param) if at not in in_recipes]
+        if any(jaxprs.is_in(self._outputs[at], self._in_pieces) for at in self._at_once):
             raise self._error("a value that is not part of one parameter")
 
     def _recipe(self, at: int, outputs: list[int]) -> Recipe:
@@ -168,14 +316,14 @@ class PiecewiseUpdate:
         wanted = needed(graph.eqns, results, rule)
         part = graph.where(lambda e: not wanted.isdisjoint(e.outvars) and runs_on_pieces(e, shape))
         wanted.difference_update(graph.made(part))
-        sliced = zip(self._inputs, self._owners, strict=False)
-        inputs = [i for i, (var, owner) in enumerate(sliced) if owner == at and var in wanted]
+        mine = [i for i, owner in enumerate(self._owners) if owner == at]
+        inputs = [i for i in mine if self._inputs[i] in wanted]
         wanted.difference_update(self._inputs[i] for i in inputs)
         arrays, scalars = list[jex.Var](), list[jex.Var]()
         for var in (*reversed(graph.made_by), *self._inputs, *self._constants):
             if var not in wanted:
                 continue
-            if var in self._streamed or shape_of(var) not in ((), shape):
+            if var in self._in_pieces or shape_of(var) not in ((), shape):
                 raise self._error(f"a value of shape {shape_of(var)}")
             (arrays if shape_of(var) == shape else scalars).append(var)
         read = [*(self._inputs[i] for i in inputs), *arrays, *scalars]
@@ -201,25 +349,19 @@ class PiecewiseUpdate:
     def prepare(
         self, inputs: Mapping[int, jax.Array]
     ) -> tuple[dict[int, jax.Array], dict[int, Operands]]:
-        """Computes what precedes the pieces.
-
-        Args:
-          inputs: The inputs that are not streamed, as stored, by number.
-
-        Returns:
-          Values for `outputs`, and the operands of the pieces of each parameter.
-        """
+        """Returns values for `outputs`, and operands of each parameter; inputs are as stored."""
         known = dict(self._constants)
         for at, x in inputs.items():
             is_stored = at < len(self._all_splits)
-            known[self._inputs[at]] = _unpadded(x, self._all_splits[at]) if is_stored else x
-        wanted = [self._outputs[at] for at in self._not_streamed]
+            value = layout.unpad(as_stored(x, self._all_splits[at])) if is_stored else x
+            known[self._inputs[at]] = value
+        wanted = [self._outputs[at] for at in self._at_once]
         wanted += [var for r in self.recipes.values() for var in (*r.scalars, *r.arrays)]
         used = needed(self._graph.eqns, wanted)
         part = self._graph.where(lambda eqn: not used.isdisjoint(eqn.outvars))
         program = jaxprs.stretch(self._graph.part(part), wanted, list(known))
         results = iter(jaxprs.as_function(program)(*known.values()))
-        values = {at: next(results) for at in self._not_streamed}
+        values = {at: next(results) for at in self._at_once}
         operands = {}
         for at, recipe in self.recipes.items():
             scalars = [next(results) for _ in recipe.scalars]
@@ -235,16 +377,13 @@ class PiecewiseUpdate:
         *,
         apply: bool,
     ) -> dict[int, jax.Array]:
-        """Returns the outputs that are not streamed, as stored, by number.
-
-        With `apply` these are new parameters in place of updates, without frozen ones.
-        """
+        """Returns the outputs that are not streamed, as stored; with `apply` new parameters."""
         outputs, count = {}, len(self.splits)
         for at, value in values.items():
             if apply and at < count and self._frozen[at]:
                 continue
             cut = self._all_splits[at]
-            old = None if at < count else _unpadded(inputs[at], cut)
+            old = None if at < count else layout.unpad(as_stored(inputs[at], cut))
             outputs[at] = _stored(unless_skipped(finite, value, old), cut, self.mesh)
             if apply and at < count:
                 outputs[at] = applied(inputs[self.first_param + at], outputs[at])
@@ -253,14 +392,7 @@ class PiecewiseUpdate:
     def on_piece(
         self, at: int, finite: jax.Array, pieces: Mapping[int, jax.Array], operands: Operands
     ) -> tuple[jax.Array, dict[int, jax.Array]]:
-        """Returns the update and the new states, by number, of a piece of parameter `at`.
-
-        Args:
-          at: The number of the parameter.
-          finite: False if the step is skipped.
-          pieces: Pieces of the recipe's inputs and of its states, by number.
-          operands: Pieces of the arrays from `prepare`, and the scalars.
-        """
+        """Returns the update and the new states of a piece, given its inputs, states, operands."""
         recipe, (arrays, scalars) = self.recipes[at], operands
         values = [*(pieces[i] for i in recipe.inputs), *arrays, *scalars]
         shape = next(iter(pieces.values())).shape
@@ -280,22 +412,11 @@ def traced_update(
     params_streamed: bool,
     optimizer_state_dtype: str = FP32,
 ) -> PiecewiseUpdate:
-    """Traces the update (gradients, state, parameters, loss) of a transformation.
-
-    Args:
-      tx: The transformation, on trained leaves only.
-      params: Full parameters, abstract.
-      partition: How parameters are partitioned.
-      params_streamed: True if the fp32 master parameters are streamed too.
-      optimizer_state_dtype: Dtype of the state. Below fp32, all state but scalars is streamed.
-
-    Raises:
-      CannotStream: It cannot be updated in pieces; the message has the part that fails.
-    """
+    """Traces the update (gradients, state, parameters, loss) of full, abstract parameters."""
     leaves, treedef = jax.tree.flatten(params)
     state = jax.eval_shape(tx.init, params)
-    streamed = tiers.offloaded(state, params, partition.splitter)
-    if optimizer_state_dtype != FP32:
+    streamed = offloaded(state, params, partition.splitter)
+    if optimizer_state_dtype != FP32:  # all but scalars
         streamed = [bool(x.shape) for x in jax.tree.leaves(state)]
     # The gradient of a frozen leaf is a scalar.
     pairs = zip(leaves, paths.frozen_leaves(params, partition.frozen), strict=True)
@@ -314,11 +435,9 @@ def applied(param: jax.Array, update: jax.Array) -> jax.Array:
     return (param + update).astype(param.dtype)
 
 
-def _unpadded(x: jax.Array, cut: Partition) -> jax.Array:
-    """Removes the padding of a stored array; the gradient of a frozen leaf is a scalar."""
-    if cut.dim is None or not cut.padded or x.ndim == 0:
-        return x
-    return layout.strip_dim(x, cut.dim, cut.size)
+def as_stored(value: PyTree, cut: Partition) -> PyTree:
+    """Returns a stored array as the node that it is in a sharded tree."""
+    return value if cut.dim is None or not cut.padded else Padded(value, cut.dim, cut.size)
 
 
 def _stored(x: jax.Array, cut: Partition, mesh: AnyMesh) -> jax.Array:
@@ -348,18 +467,12 @@ def update_in_pieces(
     apply: bool,
     piece_bytes: int,
 ) -> tuple[PyTree, PyTree]:
-    """Updates stored arrays in pieces, inside `jit`.
+    """Returns (updates, state), or with `apply` (parameters, state), as stored; for use in `jit`.
 
     Args:
       update: A function of full (gradients, state, parameters) to (updates, state).
       trees: Gradients, state or `LowBitState`, and parameters or None, as stored.
-      partition: How parameters are partitioned.
-      finite: False if the step is skipped.
-      apply: Return new parameters, not updates.
       piece_bytes: Maximum bytes of one piece on a device.
-
-    Returns:
-      (updates or parameters, state), as stored.
     """
     grads, state, params = trees
     full = jax.tree.map(_abstract, jax.eval_shape(layout.unpad, trees))
@@ -400,16 +513,10 @@ def update_in_pieces(
 
 
 class _StreamedLeaf:
-    """One parameter and the arrays that are updated with it.
+    """Parameter `at` and the arrays that are updated with it.
 
-    Args:
-      update: The update.
-      at: The number of the parameter.
-      inputs: The arrays of each input of the update, as stored.
-      codings: How low-bit states are stored, by number.
-      operands: Arrays that are sliced too, which get the numbers after the inputs, and scalars.
-      always: Whether the step counts, and the number of earlier updates.
-      apply: Compute the new parameter, not its update.
+    Operands that are sliced get the numbers after the inputs. `always` are two scalars: whether the
+    step counts, and the number of earlier updates.
     """
 
     def __init__(
@@ -451,14 +558,22 @@ class _StreamedLeaf:
         self, arrays: list[Group], at: int, before: int | None, scalars: Arrays, piece_bytes: int
     ) -> None:
         """Updates the leaf's arrays, `arrays[at]`, on a device, after those of leaf `before`."""
-        mine, offsets = arrays[at], _offsets(self.split)
+        mine, axes = arrays[at], [*self.split.stored_spec, *[None] * len(self.split.shape)]
+        pairs = list(zip(axes, self.split.device_shape, strict=False))
+        offsets = [0 if axis is None else jax.lax.axis_index(axis) * n for axis, n in pairs]
         most = max(1, piece_bytes // self.bytes)
         joined: dict[Key, list[tuple[tuple[int, ...], jax.Array]]] = {}
         for places in boxes(self.split.device_shape, most, self._blocks):
-            if before is not None:
-                _wait(arrays, before, at)
+            if before is not None:  # reads of this leaf follow all stores to leaf `before`
+                both = [before] if before == at else [before, at]
+                tied = jax.lax.optimization_barrier([arrays[i] for i in both])
+                for i, group in zip(both, tied, strict=True):
+                    arrays[i].update(group)
             before = at
-            pieces = {key: self._fetch(key, x, places[key[1]]) for key, x in mine.items()}
+            pieces: Group = {}
+            for key, x in mine.items():
+                piece = jax.lax.slice(x, *places[key[1]])
+                pieces[key] = to_device(piece) if key in self._on_host else piece
             starts = [offset + a for offset, a in zip(offsets, places[0][0], strict=True)]
             codes: Group = {}
             for key, piece in self._on_piece(pieces, scalars, starts).items():
@@ -466,7 +581,9 @@ class _StreamedLeaf:
                 if key in self._joined:
                     codes[key] = piece
                 else:
-                    mine[key] = self._store(key, mine[key], piece, start)
+                    if key in self._on_host:
+                        piece = jax.device_put(piece, jax.memory.Space.Host)
+                    mine[key] = jax.lax.dynamic_update_slice(mine[key], piece, start)
             if codes:  # complete before the next piece begins, like those that are stored
                 held, codes = jax.lax.optimization_barrier((mine, codes))
                 mine.update(held)
@@ -474,14 +591,6 @@ class _StreamedLeaf:
                 joined.setdefault(key, []).append((places[key[1]][0], piece))
         for key, rows in joined.items():
             mine[key] = _concatenated(rows, self._blocks.dim).reshape(mine[key].shape)
-
-    def _fetch(self, key: Key, x: jax.Array, box: Box) -> jax.Array:
-        piece = jax.lax.slice(x, *box)
-        return jax.device_put(piece, jax.memory.Space.Device) if key in self._on_host else piece
-
-    def _store(self, key: Key, x: jax.Array, piece: jax.Array, start: tuple[int, ...]) -> jax.Array:
-        moved = jax.device_put(piece, jax.memory.Space.Host) if key in self._on_host else piece
-        return jax.lax.dynamic_update_slice(x, moved, start)
 
     def _on_piece(self, pieces: Group, scalars: Arrays, starts: Sequence[int | jax.Array]) -> Group:
         """Returns the new pieces of the arrays that change, in order, given where they begin."""
@@ -530,8 +639,7 @@ def lanes(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def _concatenated(pieces: Sequence[tuple[tuple[int, ...], jax.Array]], dim: int) -> jax.Array:
-    """Returns the flat array of (starts, piece); pieces of the same block along `dim` are joined
-    first."""
+    """Returns the flat array of (starts, piece); those of a block along `dim` are joined first."""
     rows = []
     for _, group in itertools.groupby(pieces, lambda pair: pair[0][: dim + 1]):
         first, *others = [piece for _, piece in group]
@@ -540,18 +648,3 @@ def _concatenated(pieces: Sequence[tuple[tuple[int, ...], jax.Array]], dim: int)
             first = jnp.concatenate(parts, 1)
         rows.append(first.ravel())
     return jnp.concatenate(rows)
-
-
-def _offsets(cut: Partition) -> list[int | jax.Array]:
-    """Returns where the device's shard begins along each dim; inside `shard_map`."""
-    axes = [*cut.stored_spec, *[None] * len(cut.shape)]
-    pairs = zip(axes, cut.device_shape, strict=False)
-    return [0 if axis is None else jax.lax.axis_index(axis) * n for axis, n in pairs]
-
-
-def _wait(arrays: list[Group], before: int, at: int) -> None:
-    """Orders later reads of leaf `at` after all stores to leaf `before`."""
-    both = [before] if before == at else [before, at]
-    tied = jax.lax.optimization_barrier([arrays[i] for i in both])
-    for i, group in zip(both, tied, strict=True):
-        arrays[i].update(group)
