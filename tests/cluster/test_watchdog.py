@@ -8,15 +8,31 @@ import time
 import jax
 import pytest
 
+from zero_jax.distributed import watchdog as module
 from zero_jax.distributed.rendezvous import Peer
 from zero_jax.distributed.watchdog import Watchdog
 
 HANGS = [("before its first step", 0), ("after step 2", 2), ("in an evaluation", 8)]
 
 
-def started(count=1, **limits):
+@pytest.fixture
+def slow(monkeypatch):
+    """Sets the seconds, and the factor of the median, after which a step may be stuck."""
+
+    def set_limits(seconds, factor=20.0):
+        monkeypatch.setattr(module, "_SLOW_SECONDS", seconds)
+        monkeypatch.setattr(module, "_SLOW_FACTOR", factor)
+
+    return set_limits
+
+
+def started(count=1, dead_after=0.5):
     """A watchdog, the reasons for which it would end the run, and those it is connected with."""
-    watchdog, told, pairs = Watchdog(**limits), [], [socket.socketpair() for _ in range(1, count)]
+    watchdog, told, pairs = (
+        Watchdog(dead_after=dead_after),
+        [],
+        [socket.socketpair() for _ in range(1, count)],
+    )
     watchdog.end_run = told.append
     watchdog._peers = {i: Peer(own) for i, (own, _) in enumerate(pairs, 1)}
     others = [Peer(other) for _, other in pairs]
@@ -25,31 +41,35 @@ def started(count=1, **limits):
     return watchdog, told, others
 
 
-def test_limits_of_first_steps_pauses_and_later_steps():
+def test_limits_of_first_steps_pauses_and_later_steps(slow):
+    slow(1e-9, 2)
     long = 12 * 0.1  # of the first steps and of a pause: 12 times `dead_after`, as `Watchdog` says
-    with Watchdog(dead_after=0.1, slow_factor=2, slow_after=1e-9) as watchdog:
+    with Watchdog(dead_after=0.1) as watchdog:
         for number in range(3):
-            assert watchdog.limit == pytest.approx(long)
+            assert watchdog._activity.limit == pytest.approx(long)
             watchdog.step(number)
-        assert watchdog.limit == pytest.approx(long)
+        assert watchdog._activity.limit == pytest.approx(long)
         watchdog.step(3)
-        assert 0.2 <= watchdog.limit < 1, "twice dead_after: waiting for a dead one is not stuck"
+        assert 0.2 <= watchdog._activity.limit < 1, (
+            "twice dead_after: waiting for a dead one is not stuck"
+        )
         for times, limit in ((1, long), (5, 5 * long)):
             with watchdog.pause("saving", times=times):
-                assert watchdog.limit == pytest.approx(limit)
-        assert watchdog.limit < 1
+                assert watchdog._activity.limit == pytest.approx(limit)
+        assert watchdog._activity.limit < 1
         watchdog.rest()
         with watchdog.pause():  # no step follows it
             pass
-        assert watchdog.limit is None
+        assert watchdog._activity is None
         watchdog.step(4)
-        assert watchdog.limit is not None
+        assert watchdog._activity is not None
 
 
 @pytest.mark.parametrize(("said", "steps"), HANGS)
-def test_a_hang_before_four_steps_or_in_an_evaluation_is_noticed(said, steps):
+def test_a_hang_before_four_steps_or_in_an_evaluation_is_noticed(said, steps, slow):
     """An evaluation that makes progress may take any time."""
-    watchdog, told, _ = started(dead_after=0.125, slow_after=0.25)  # a limit of 1.5 s
+    slow(0.25)
+    watchdog, told, _ = started(dead_after=0.125)  # a limit of 1.5 s
     with watchdog, contextlib.ExitStack() as stack:
         for number in range(1, steps + 1):
             watchdog.step(number)
@@ -88,7 +108,7 @@ def test_an_error_is_raised_when_all_others_have_one_or_are_done_or_ends_the_run
         others[0].close()
         time.sleep(0.5)
     assert not held.is_alive() and not told
-    watchdog, told, others = started(3, dead_after=0.5)
+    watchdog, told, others = started(3)
     with watchdog:
         others[0].send(failed=True)
         held = holding(watchdog)
@@ -100,7 +120,7 @@ def test_an_error_is_raised_when_all_others_have_one_or_are_done_or_ends_the_run
 
 
 def test_a_finished_process_is_not_dead_and_a_silent_one_is():
-    watchdog, told, others = started(3, dead_after=0.5)
+    watchdog, told, others = started(3)
     with watchdog:
         others[0].send(left=True)
         time.sleep(1.5)
@@ -108,10 +128,11 @@ def test_a_finished_process_is_not_dead_and_a_silent_one_is():
     assert "has sent no heartbeat" in told[0] and "at step 1" in told[0]
 
 
-def test_a_step_that_takes_far_longer_than_those_before_is_stuck():
-    watchdog, told, _ = started(dead_after=0.5, slow_after=0.5, slow_factor=1)
+def test_a_step_that_takes_far_longer_than_those_before_is_stuck(slow):
+    slow(0.5, 1)
+    watchdog, told, _ = started()
     with watchdog:
         for number in range(5):
             watchdog.step(number)
         time.sleep(2)
-    assert told and "in one step" in told[0] and "after step 4; the median is " in told[0]
+    assert told and "in one step" in told[0] and "after step 4; the limit is 1 s" in told[0]

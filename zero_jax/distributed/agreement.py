@@ -8,7 +8,7 @@ import importlib.metadata
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -27,8 +27,6 @@ _LOCAL_SETTINGS = re.compile(
 def check_agreement(settings: Mapping[str, object]) -> None:
     """Compares settings between all processes; does nothing in a run of one process.
 
-    Without it, a difference would show as a hang inside a collective.
-
     Args:
       settings: Values by name; their `str` is compared.
 
@@ -38,16 +36,15 @@ def check_agreement(settings: Mapping[str, object]) -> None:
     if jax.process_count() == 1:
         return
     counts = collections.Counter(device.process_index for device in jax.devices())
-    for rank, count in sorted(counts.items()):
-        if count != counts[0]:
-            raise ValueError(
-                f"the processes disagree on devices: process 0 has {counts[0]}, process {rank} has "
-                f"{count}. Give every process {counts[0]} devices"
-            )
+    _compare([{"number of devices": str(count)} for _, count in sorted(counts.items())])
     texts = gather_texts(json.dumps({name: str(value) for name, value in settings.items()}))
-    for rank, text in enumerate(texts):
-        message = difference(json.loads(texts[0]), json.loads(text), rank)
-        if message is not None:
+    _compare([json.loads(text) for text in texts])
+
+
+def _compare(settings: Sequence[Mapping[str, str]]) -> None:
+    """Raises ValueError if the settings of a process, by rank, differ from those of process 0."""
+    for rank, other in enumerate(settings):
+        if message := difference(settings[0], other, rank):
             raise ValueError(message)
 
 

@@ -27,16 +27,14 @@ def initialize(
     """Joins this process to the run; does nothing for a run of one process.
 
     SLURM and Open MPI 4 are recognised; otherwise give all three arguments. Call it before anything
-    that uses a device.
+    that uses a device. The processes compare versions, JAX's settings and XLA's flags.
 
-    Under a launcher, each process takes the GPU of its local rank. It takes the only GPU that it
-    sees if the launcher hides the others (`--gpus-per-task`). It takes all GPUs if it is the only
-    process of its host. Without a launcher, a process takes the GPUs of JAX_LOCAL_DEVICE_IDS, by
-    default all visible ones: give each process of a host different ones.
+    Under a launcher, each process takes the GPU of its local rank, or all visible GPUs if it sees
+    one or is the only process of its host. Without a launcher, a process takes the GPUs of
+    JAX_LOCAL_DEVICE_IDS, by default all visible ones: give each process of a host different ones.
 
-    The processes compare versions, JAX's settings and XLA's flags. Process 0 listens at the
-    coordinator's address only, or at JAX_COORDINATOR_BIND_ADDRESS if that is set. `Watchdog` ends
-    the run if a process dies later.
+    Process 0 listens at the coordinator's address only, or at JAX_COORDINATOR_BIND_ADDRESS if that
+    is set.
 
     Args:
       coordinator: "host:port" of process 0.
@@ -54,7 +52,6 @@ def initialize(
     if (coordinator, num_processes, process_id) == (None, None, None):
         if launchers.launched_processes() == 1:
             return
-        launchers.check_launcher()
         coordinator, num_processes, process_id = launchers.launcher_arguments()
     if coordinator is None or num_processes is None or process_id is None:
         raise ValueError(
@@ -74,16 +71,15 @@ def initialize(
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     if process_id == 0:
         host, port = parse_address(bind) if bind else bind_address(host, port, wait_seconds)
-    launchers.check_launcher()
     _check_tls_files()
-    settings = jax_settings()
+    gpus, settings = launchers.local_gpus(), jax_settings()
     peers.update(rendezvous((host, port), process_id, num_processes, wait_seconds, settings))
     try:
         jax.distributed.initialize(
             coordinator_address=coordinator,
             num_processes=num_processes,
             process_id=process_id,
-            local_device_ids=launchers.local_gpus(),
+            local_device_ids=gpus,
             cluster_detection_method="deactivate",  # everything is given
             initialization_timeout=max(1, round(wait_seconds)),
             coordinator_bind_address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",

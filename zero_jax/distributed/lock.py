@@ -11,12 +11,8 @@ NAME = ".lock"
 def locked(directory: pathlib.Path, what: str = "checkpoints") -> int:
     """Takes the lock of a directory, created if missing; returns a file descriptor to close.
 
-    Args:
-      directory: Directory to lock.
-      what: Files that are written there, for the message.
-
-    Raises:
-      ValueError: Another process holds the lock, or the directory can't be written or locked.
+    Raises ValueError, with a message about writing `what` there, if another process holds the lock,
+    or the directory can't be written or locked.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -25,18 +21,16 @@ def locked(directory: pathlib.Path, what: str = "checkpoints") -> int:
         raise ValueError(f"{directory} can't be written for {what}: {error.strerror}") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
+    except OSError as error:
         holder = os.read(lock, 200).decode("utf-8", "replace").strip()
         os.close(lock)
-        raise ValueError(
-            f"another run writes {what} to {directory} ({holder}): end it, or use another directory"
-        ) from error
-    except OSError as error:
-        os.close(lock)
-        raise ValueError(
-            f"{directory} can't be locked for {what}: {error.strerror}. Mount its file "
-            "system with locks (Lustre: -o flock), or use another directory"
-        ) from error
+        problem = (
+            f"another run writes {what} to {directory} ({holder}): end it"
+            if isinstance(error, (BlockingIOError, PermissionError))
+            else f"{directory} can't be locked for {what}: {error.strerror}. Mount its file system "
+            "with locks (Lustre: -o flock)"
+        )
+        raise ValueError(f"{problem}, or use another directory") from error
     os.ftruncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return lock

@@ -13,10 +13,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from zero_jax.distributed.agreement import difference
 
+T = TypeVar("T")
 Address = tuple[str, int]
 _LONGEST_LINE = 1 << 20  # bytes
 _POLL_SECONDS = 0.1
@@ -40,7 +41,7 @@ class Peer:
         connection.settimeout(None)
         threading.Thread(target=self._read, daemon=True, name="peer").start()
 
-    def send(self, **values: Any) -> None:
+    def send(self, **values: object) -> None:
         """Sends values; does nothing if the connection has ended, which `is_closed` shows."""
         with contextlib.suppress(OSError):
             self._connection.sendall(json.dumps(values).encode() + b"\n")
@@ -85,20 +86,15 @@ def bind_address(host: str, port: int, wait_seconds: float = 0.0) -> Address:
     """Returns the address at which process 0 listens: that of `host`, on one interface.
 
     If other machines can't reach it, process 0 listens on all interfaces and prints a warning: a
-    host name with a loopback address (Debian's own host name), or the address of a gateway.
-
-    Raises:
-      JoinError: The name can't be resolved; a new pod has no DNS entry in its first seconds.
+    host name with a loopback address (Debian's own host name), or the address of a gateway. Raises
+    JoinError if the name can't be resolved.
     """
-    end = time.monotonic() + wait_seconds
-    while True:
-        try:
-            results = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            break
-        except (OSError, UnicodeError) as error:  # UnicodeError: the host can't be a name
-            if isinstance(error, UnicodeError) or time.monotonic() >= end:
-                raise JoinError(f"the address of process 0, {host}, is unknown: {error}") from error
-            time.sleep(_POLL_SECONDS)
+    # A new pod has no DNS entry in its first seconds.
+    results = _repeated(
+        lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM),
+        time.monotonic() + wait_seconds,
+        f"the address of process 0, {host}, is unknown",
+    )
     family, address = results[0][0], str(results[0][4][0])
     is_loopback = address.startswith("127.") or address == "::1"
     if host in ("localhost", address) or not is_loopback:
@@ -113,6 +109,17 @@ def bind_address(host: str, port: int, wait_seconds: float = 0.0) -> Address:
     return "::" if socket.has_dualstack_ipv6() else "0.0.0.0", port
 
 
+def _repeated(call: Callable[[], T], end: float, problem: str) -> T:
+    """Calls until there is no OSError; raises JoinError at `end`."""
+    while True:
+        try:
+            return call()
+        except (OSError, UnicodeError) as error:  # UnicodeError: the host can't be a name
+            if isinstance(error, UnicodeError) or time.monotonic() >= end:
+                raise JoinError(f"{problem}: {error}") from error
+            time.sleep(_POLL_SECONDS)
+
+
 def rendezvous(
     address: Address, rank: int, count: int, wait_seconds: float, settings: Mapping[str, object]
 ) -> dict[int, Peer]:
@@ -125,24 +132,21 @@ def rendezvous(
       JoinError: A process is missing, or two have the same rank.
       ValueError: A setting differs between processes; their `str` is compared.
     """
-    end = time.monotonic() + wait_seconds
     report: dict[str, Any] = {"rank": rank, "count": count, "name": process_name(rank)}
     report["settings"] = {name: str(value) for name, value in settings.items()}
     if rank == 0:
-        return _gather(address, report, end, wait_seconds)
-    peer: Peer | None = None
+        return _gather(address, report, wait_seconds)
+    end = time.monotonic() + wait_seconds
     place = f"process 0 at {address[0]}:{address[1]}"
-    while peer is None:
-        try:
-            left = max(end - time.monotonic(), _POLL_SECONDS)
-            peer = Peer(socket.create_connection(address, timeout=min(left, 10)))
-        except (OSError, UnicodeError) as error:
-            if time.monotonic() >= end:
-                raise JoinError(
-                    f"process {rank} did not reach {place} within {wait_seconds:g} s ({error}): "
-                    "check that it runs there, and that this machine can reach the port"
-                ) from error
-            time.sleep(_POLL_SECONDS)
+    connection = _repeated(
+        lambda: socket.create_connection(
+            address, timeout=min(10, max(end - time.monotonic(), 0.1))
+        ),
+        end,
+        f"process {rank} did not reach {place} within {wait_seconds:g} s: check that it runs "
+        "there, and that this machine can reach the port",
+    )
+    peer = Peer(connection)
     peer.send(**report)
     while "fault" not in peer.state and not peer.is_closed and time.monotonic() < end + 5:
         time.sleep(_POLL_SECONDS)
@@ -156,11 +160,10 @@ def rendezvous(
     return {0: peer}
 
 
-def _gather(
-    address: Address, report: dict[str, Any], end: float, wait_seconds: float
-) -> dict[int, Peer]:
+def _gather(address: Address, report: dict[str, Any], wait_seconds: float) -> dict[int, Peer]:
     """Waits in process 0 until all others have reported, and answers them."""
-    count, accepted, peers, late = report["count"], list[Peer](), dict[int, Peer](), end
+    count, accepted, peers = report["count"], list[Peer](), dict[int, Peer]()
+    late = end = time.monotonic() + wait_seconds
     with _listen(*address) as server:
         server.settimeout(_POLL_SECONDS)
         while len(peers) < count - 1 and time.monotonic() < late:
@@ -191,26 +194,26 @@ def _compare(
     report: dict[str, Any], accepted: list[Peer]
 ) -> tuple[dict[int, Peer], Exception | None]:
     """Returns the processes that have reported, by rank, and the first error in their reports."""
-    peers: dict[int, Peer] = {}
-    fault: Exception | None = None
+    peers, faults = dict[int, Peer](), list[Exception]()
     for peer in accepted:
         rank, count, settings = (peer.state.get(key) for key in ("rank", "count", "settings"))
         if peer.is_closed or type(rank) is not int or not isinstance(settings, dict):
             continue
         name = peer.state.get("name")
         if count != report["count"] or not 0 < rank < count:
-            fault = fault or JoinError(
+            message = (
                 f"{name} was started as {rank} of {count} processes, and process 0 as one of "
                 f"{report['count']}: start all with the same number"
             )
+            faults.append(JoinError(message))
         elif rank in peers:
             names = f"{peers[rank].state.get('name')} and {name}"
-            fault = fault or JoinError(f"two processes have rank {rank}: {names}")
+            faults.append(JoinError(f"two processes have rank {rank}: {names}"))
         else:
             peers[rank] = peer
-            message = difference(report["settings"], settings, rank)
-            fault = fault or (None if message is None else ValueError(message))
-    return peers, fault
+            if differing := difference(report["settings"], settings, rank):
+                faults.append(ValueError(differing))
+    return peers, next(iter(faults), None)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -24,17 +24,18 @@ from zero_jax.distributed.initialize import peers
 from zero_jax.distributed.rendezvous import Peer, process_name
 
 EXIT_CODE = 76  # of a process whose run was ended because one is dead, stuck or failed
-_LEAST_STEPS = 3
+# A step is stuck after so many times the median of some earlier ones, and so many seconds.
+_SLOW_FACTOR, _LEAST_STEPS, _SLOW_SECONDS = 20.0, 3, 120.0
 # In units of `dead_after`: first a dead process is named, then one with an error, then a stuck one.
 _HELD, _STUCK = 1.5, 2.0
 
 
 class _Activity(NamedTuple):
-    """A step or a pause that is timed."""
+    """A step or a pause that is timed; `since` and `limit` are in seconds."""
 
     name: str
     since: float
-    limit: float | None = None  # None for a step: it depends on earlier steps
+    limit: float
 
 
 class Watchdog:
@@ -42,12 +43,9 @@ class Watchdog:
 
     All processes start it together, after `zero_jax.initialize`. A process is dead or stopped if it
     sends no heartbeats, stuck if a step takes far longer than earlier ones, and failed if it has an
-    error that the others do not have. Then all processes print the reason and their stacks, and
-    exit with code 76, for a supervisor that restarts the run.
-
-    If an error leaves the `with` block in one process, that process waits until all others have an
-    error too or are done; the error is then raised as usual. After 1.5 × `dead_after` seconds the
-    run ends with this error. Use it around the training loop::
+    error that the others do not have after 1.5 × `dead_after` seconds. Then all processes print the
+    reason and their stacks, and exit with code 76, for a supervisor that restarts the run. An error
+    that all processes have, except those that are done, is raised as usual::
 
         with Watchdog(dead_after=60) as watchdog:
             for number, batch in enumerate(batches):
@@ -56,25 +54,18 @@ class Watchdog:
             watchdog.rest()  # no step is timed from here
 
     Args:
-      dead_after: Seconds without a heartbeat after which a process counts as dead.
-      slow_factor: A step is stuck if it takes this many times the median of earlier steps.
-      slow_after: A step must also take this many seconds, and 2 × `dead_after`, to be stuck.
-        Pauses, the time until the first step is done, and the first three steps have a longer
-        limit: 6 × `slow_after` or 12 × `dead_after`, whichever is longer (12 minutes by default).
+      dead_after: Seconds without a heartbeat after which a process counts as dead. The limit of a
+        step is 20 times the median of earlier ones, 2 minutes or 2 × `dead_after`, whichever is
+        longest. That of a pause or one of the first steps is 12 minutes or 12 × `dead_after`.
 
     Raises:
-      ValueError: A number is not positive, or `zero_jax.initialize` did not join the processes.
+      ValueError: `dead_after` is not positive, or `zero_jax.initialize` did not join the processes.
     """
 
-    def __init__(
-        self, *, dead_after: float = 60.0, slow_factor: float = 20.0, slow_after: float = 120.0
-    ):
-        limits = {"dead_after": dead_after, "slow_factor": slow_factor, "slow_after": slow_after}
-        for name, value in limits.items():
-            if not value > 0:
-                raise ValueError(f"{name}={value!r}: it must be a positive number")
-        self._dead_after, self._slow_factor, self._slow_after = limits.values()
-        self._long = max(6 * slow_after, 12 * dead_after)
+    def __init__(self, *, dead_after: float = 60.0):
+        if not dead_after > 0:
+            raise ValueError(f"dead_after={dead_after!r}: it must be a positive number")
+        self._dead_after, self._long = dead_after, max(6 * _SLOW_SECONDS, 12 * dead_after)
         self._interval = min(1.0, dead_after / 5)
         self._rank, self._peers = jax.process_index(), peers
         if jax.process_count() > 1:
@@ -107,21 +98,29 @@ class Watchdog:
 
     def step(self, number: int) -> None:
         """Records that step `number` is done, and its duration."""
-        now = time.monotonic()
         if self._activity is not None and self._number is not None:  # the first one was compiled
-            self._durations.append(now - self._activity.since)
-        self._activity, self._number = _Activity("one step", now), number
+            self._durations.append(time.monotonic() - self._activity.since)
+        self._number = number
+        self.begin()
+
+    def begin(self) -> None:
+        """Starts timing the next step, also after `rest`."""
+        limit = self._long
+        if len(self._durations) >= _LEAST_STEPS:
+            # A step that waits for a process that is dead or has an error is not stuck itself.
+            least = max(_SLOW_SECONDS, _STUCK * self._dead_after)
+            limit = max(least, _SLOW_FACTOR * statistics.median(self._durations))
+        self._activity = _Activity("one step", time.monotonic(), limit)
+
+    def rest(self) -> None:
+        """Stops timing until the next step is done."""
+        self._activity = None
 
     @contextlib.contextmanager
     def pause(self, what: str = "a pause", *, times: float = 1.0) -> Iterator[None]:
         """Context manager for work that is not a step: evaluation, compilation, waiting for a save.
 
-        A pause that takes too long ends the run too, after 12 minutes by default. Call `progress`
-        in it if it takes longer.
-
-        Args:
-          what: Name of the pause, for the message.
-          times: Factor of the limit.
+        Messages call it `what`, and `times` multiplies its time limit, which `progress` restarts.
         """
         outer = self._activity
         self._activity = _Activity(what, time.monotonic(), times * self._long)
@@ -136,20 +135,11 @@ class Watchdog:
         if self._activity is not None:
             self._activity = self._activity._replace(since=time.monotonic())
 
-    def begin(self) -> None:
-        """Starts timing again after `rest`: the next step is timed."""
-        self._activity = _Activity("one step", time.monotonic())
-
-    def rest(self) -> None:
-        """Stops timing until the next step is done."""
-        self._activity = None
-
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
         """Context manager that reports an error in its block at once, and holds it there.
 
-        Use it inside a `with` block of checkpoints: closing them waits for the other processes,
-        which may wait for this one.
+        Use it while checkpoints are open: closing them waits for processes that may wait for this.
         """
         try:
             yield
@@ -166,26 +156,13 @@ class Watchdog:
         while time.monotonic() < end:
             time.sleep(self._interval)
             if not self._running():
-                # The others must receive that before this process exits. JAX aborts them when
-                # process 0 does.
+                # The others must receive that before this process exits, and before JAX aborts
+                # them because process 0 does.
                 time.sleep((4 if self._rank == 0 else 2) * self._interval)
                 return
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        self.end_run(
-            f"{process_name(self._rank)} has an error that the others do not have: {reason}"
-        )
-
-    @property
-    def limit(self) -> float | None:
-        """Seconds after which the current step or pause is stuck; None if nothing is timed."""
-        activity = self._activity  # another thread sets it
-        if activity is None or activity.limit is not None:
-            return activity and activity.limit
-        if len(self._durations) < _LEAST_STEPS:
-            return self._long
-        # A step that waits for a process that is dead or has an error is not stuck itself.
-        least = max(self._slow_after, _STUCK * self._dead_after)
-        return max(least, self._slow_factor * statistics.median(self._durations))
+        name = process_name(self._rank)
+        self.end_run(f"{name} has an error that the others do not have: {reason}")
 
     def end_run(self, why: str) -> None:
         """Sends the reason to all processes, prints it with the stacks, and ends this one."""
@@ -211,11 +188,10 @@ class Watchdog:
 
     def _running(self) -> int:
         """Returns how many processes have no error and are not done, as process 0 knows."""
-        states = [peer.state for peer in self._peers.values()]
+        states = [peer.state for peer in self._peers.values() if not peer.state.get("left")]
         if self._rank == 0:
-            running = sum(not (state.get("failed") or state.get("left")) for state in states)
-            return running + (self._error is None)
-        return sum(state.get("running", 1) for state in states if not state.get("left"))
+            return (self._error is None) + sum(not state.get("failed") for state in states)
+        return sum(state.get("running", 1) for state in states)
 
     def _watch(self) -> None:
         while not self._ended.wait(self._interval):
@@ -239,21 +215,19 @@ class Watchdog:
             at = f"this process was at step {self._number or 0}"
             self.end_run(f"{state.get('name')} is gone: its connection ended; {at}")
         elif peer.silence > self._dead_after:
-            silent = f"{state.get('name')} has sent no heartbeat for {peer.silence:.0f} s"
-            at = f"last seen at step {state.get('step') or 0}"
-            self.end_run(f"{silent}, {at}: it is dead or stopped")
+            self.end_run(
+                f"{state.get('name')} has sent no heartbeat for {peer.silence:.0f} s, last seen at "
+                f"step {state.get('step') or 0}: it is dead or stopped"
+            )
 
     def _check_activity(self) -> None:
         """Ends the run if this process's step or pause is stuck."""
-        limit, activity, now = self.limit, self._activity, time.monotonic()
-        if limit is None or activity is None or now - activity.since <= limit:
+        activity = self._activity  # another thread sets it
+        if activity is None or (seconds := time.monotonic() - activity.since) <= activity.limit:
             return
         at = "before its first step" if self._number is None else f"after step {self._number}"
-        how = (
-            f"the limit is {limit:.0f} s. The stack traces show where. To allow more time, "
-            "increase `dead_after` (train.py: --heartbeat-timeout-seconds)"
+        self.end_run(
+            f"{process_name(self._rank)} has been stuck in {activity.name} for {seconds:.0f} s, "
+            f"{at}; the limit is {activity.limit:.0f} s. The stack traces show where. To allow "
+            "more time, increase `dead_after` (train.py: --heartbeat-timeout-seconds)"
         )
-        if activity.limit is None and len(self._durations) >= _LEAST_STEPS:
-            how = f"the median is {statistics.median(self._durations):.2g} s"
-        stuck = f"stuck in {activity.name} for {now - activity.since:.0f} s, {at}; {how}"
-        self.end_run(f"{process_name(self._rank)} has been {stuck}")
