@@ -46,6 +46,10 @@ def restored(directory, like=TREE):
     return Checkpoints(directory, read_only=True).restore(like)
 
 
+def damage(folder):
+    return inspection.summary(folder, read=True).problems
+
+
 def sharded(directory):
     """Saves parameters and state of three devices; returns them."""
     zero = zero_jax.Zero(zero_jax.make_mesh(devices=jax.devices()[:3]), 3)
@@ -74,7 +78,7 @@ def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path):
                 with pytest.raises((Damaged, ValueError)):
                     checkpoints.restore(tree)
                     pytest.fail(f"{path}, byte {at} of {len(good)}: not noticed")
-                assert trial % 3 or inspection.damage(folder), path
+                assert trial % 3 or damage(folder), path
             path.write_bytes(good)
         back = checkpoints.restore(tree).tree
     for found, want in zip(*map(jax.tree.leaves, (back, tree)), strict=True):
@@ -103,7 +107,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(saved, name, sealed):
     if not sealed and "state" not in name:
         assert restored(saved).step == 1
         return
-    assert inspection.damage(saved / "1")
+    assert damage(saved / "1")
     with pytest.raises(Damaged, match=path.name):
         restored(saved)
 
@@ -138,7 +142,7 @@ FORGED = [  # named by the error, changes
 def test_a_forged_manifest_is_damage(saved, named, changes):
     forge(saved, **changes)
     (said,) = inspection.summary(saved / "1").problems
-    assert re.search(named, said) and inspection.damage(saved / "1")
+    assert re.search(named, said) and damage(saved / "1")
     if named != f"{2**50:,}":  # it is of another shape than TREE
         with pytest.raises(ValueError, match=named) as told:
             restored(saved)
@@ -157,9 +161,8 @@ def test_the_array_on_the_device_is_compared_with_the_checksum(saved, monkeypatc
 def test_an_error_of_the_system_is_raised_with_its_file(tmp_path):
     (tmp_path / "a").write_text("a file where a folder should be")
     array = StoredArray("a", (4,), "float32", "float32", (4,))
-    with pytest.raises(NotADirectoryError) as told:
+    with pytest.raises(OSError, match=f'"{tmp_path}/a/c/0": .*Not a directory$'):
         array.write(tmp_path, [((0,), np.zeros(4, np.float32))])
-    assert told.value.filename == str(tmp_path / "a" / "c" / "0")
 
 
 def lose_part(folder, args, write=writer.write_part):

@@ -5,7 +5,6 @@ devices, so every process writes its own chunks. A shard above CHUNK_BYTES has s
 small part is read alone. A missing, truncated or altered chunk is an error, never zeros.
 """
 
-import contextlib
 import dataclasses
 import math
 import operator
@@ -97,7 +96,8 @@ class StoredArray:
         is_grid = len(self.chunk) == len(self.shape)
         limits = zip(self.chunk, self.shape, strict=True)
         valid = {
-            "shape": all(type(n) is int and n >= 0 for n in self.shape),
+            "shape": all(type(n) is int and n >= 0 for n in self.shape)
+            and math.prod(self.shape) * jnp.dtype(self.stored).itemsize <= MAX_BYTES,
             "chunk": is_grid and all(type(c) is int and 1 <= c <= max(1, n) for c, n in limits),
             "stored": self.stored == ("uint32" if str(self.dtype)[:4] == KEY else self.dtype),
             "checksum": type(self.checksum) is int and self.checksum >= 0,
@@ -105,29 +105,27 @@ class StoredArray:
         for name, is_valid in valid.items():
             if not is_valid:
                 raise ValueError(f"{self.folder} has the invalid `{name}` {getattr(self, name)!r}")
-        if self.nbytes > MAX_BYTES:
-            raise ValueError(f"{self.folder} has the shape {self.shape}, above {MAX_BYTES:,} bytes")
 
     @property
     def nbytes(self) -> int:
         """Bytes of the full array."""
         return math.prod(self.shape) * jnp.dtype(self.stored).itemsize
 
-    def create(self, root: Path) -> None:
-        """Writes zarr.json for other readers of zarr; one process calls it."""
-        with _system_errors(root / self.folder / "zarr.json"):
-            self._open(root, create=True)
+    def write(self, root: Path, pieces: Sequence[Piece], *, create: bool = False) -> None:
+        """Writes pieces, all chunks at once, without copying them; raises OSError if it fails.
 
-    def write(self, root: Path, pieces: Sequence[Piece]) -> None:
-        """Writes pieces, all chunks at once, without copying them; raises OSError if it fails."""
-        store, futures = self._open(root), []
-        for starts, piece in pieces:
-            value = piece if self.stored in _ZARR_DTYPES else as_unsigned(piece)
-            target = store[tuple(map(slice, starts, map(operator.add, starts, piece.shape)))]
-            futures.append(target.write(value, can_reference_source_data_indefinitely=True))
-        for (starts, _), future in zip(pieces, futures, strict=True):
-            with _system_errors(self._path(root, starts)):
+        One process also creates zarr.json, for other readers of zarr.
+        """
+        try:
+            store, futures = self._open(root, create), []
+            for starts, piece in pieces:
+                value = piece if self.stored in _ZARR_DTYPES else as_unsigned(piece)
+                target = store[tuple(map(slice, starts, map(operator.add, starts, piece.shape)))]
+                futures.append(target.write(value, can_reference_source_data_indefinitely=True))
+            for future in futures:
                 future.result()
+        except ValueError as error:  # TensorStore has no other type for a full disk
+            raise OSError(_message(error)) from error
 
     def read(self, root: Path, starts: Index, stops: Index) -> np.ndarray:
         """Reads the part between two indices; raises Damaged if a chunk is not as written."""
@@ -140,7 +138,7 @@ class StoredArray:
         try:
             value = store[tuple(map(slice, starts, stops))].read().result()
         except ValueError as error:  # TensorStore has no other type for a wrong CRC
-            raise Damaged(f"{root / self.folder}: {str(error).partition(' [')[0]}") from error
+            raise Damaged(f"{root / self.folder}: {_message(error)}") from error
         return np.asarray(value).view(dtype)
 
     def chunks(self, starts: Index = (), stops: Index = ()) -> Iterator[Chunk]:
@@ -148,14 +146,13 @@ class StoredArray:
 
         Lists nothing in advance: a forged manifest may describe 2^50 chunks.
         """
-        box = starts or (0,) * len(self.shape), stops or self.shape
-        grid = [range(a - a % c, b, c) for a, b, c in zip(*box, self.chunk, strict=True)]
+        starts, stops = starts or (0,) * len(self.shape), stops or self.shape
+        grid = [range(a - a % c, b, c) for a, b, c in zip(starts, stops, self.chunk, strict=True)]
         counts = tuple(map(len, grid))
         for number in range(math.prod(counts)):
-            corner = map(operator.getitem, grid, np.unravel_index(number, counts))
-            first = tuple(map(max, box[0], corner))
-            ends = (a - a % c + c for a, c in zip(first, self.chunk, strict=True))
-            yield Chunk(first, tuple(map(min, box[1], ends)))
+            corner = [*map(operator.getitem, grid, np.unravel_index(number, counts))]
+            ends = map(operator.add, corner, self.chunk)
+            yield Chunk(tuple(map(max, starts, corner)), tuple(map(min, stops, ends)))
 
     def check_file(self, root: Path, chunk: Chunk) -> None:
         """Raises Damaged if a chunk's file is missing, a pipe or of another size than a chunk.
@@ -199,11 +196,6 @@ class StoredArray:
         return ts.open(spec, create=create, open=known, assume_metadata=known).result()
 
 
-@contextlib.contextmanager
-def _system_errors(path: Path) -> Iterator[None]:
-    """Raises the OSError of a failed write, which TensorStore reports as a ValueError."""
-    try:
-        yield
-    except ValueError as error:
-        with path.open("ab"):  # repeats the error of the system, unless the disk is full
-            raise OSError(f"{path} can't be written: {error}") from error
+def _message(error: ValueError) -> str:
+    """Returns a message of TensorStore without its specification of the array."""
+    return str(error).partition(" [")[0]

@@ -21,7 +21,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import SupportsIndex, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -172,31 +172,23 @@ class Checkpoints:
         """
         if self._manager is None:
             raise ValueError("`read_only=True` does not support `save`: open with read_only=False")
-        step = self._checked(step)
-        json.dumps([config, extra])
-        saved = leaves(tree)
-        manifest = new_manifest(step, saved, config, extra)
-        nbytes = sum(array.nbytes for array in manifest.arrays.values())
-        on_first_process(lambda: _check_space(self.directory, nbytes, 2 * len(saved)))
-        args = ocp.args.Composite(**{ITEM: SaveArgs(manifest, snapshot(saved))})
-        self._manager.save(step, args=args)
-        self._unsealed = step
-        if any(leaf.in_files for leaf in saved):
-            self.wait()  # the next step overwrites those files
-
-    def _checked(self, step: SupportsIndex) -> int:
-        """Returns the step as an int above the newest checkpoint."""
-        newest = max(self.steps, default=-1)
-        try:
+        newest, number = max(self.steps, default=-1), -1
+        with contextlib.suppress(TypeError):
             number = operator.index(step)
-        except TypeError:
-            number = -1
         if number <= newest:
             raise ValueError(
                 f"`step={step!r}`: an integer above {newest}, the newest step in {self.directory}, "
                 "is required. Delete later checkpoints, or use another directory"
             )
-        return number
+        json.dumps([config, extra])
+        saved = leaves(tree)
+        nbytes = sum(leaf.array.nbytes for leaf in saved)
+        on_first_process(lambda: _check_space(self.directory, nbytes, 2 * len(saved)))
+        args = SaveArgs(new_manifest(number, saved, config, extra), snapshot(saved))
+        self._manager.save(number, args=ocp.args.Composite(**{ITEM: args}))
+        self._unsealed = number
+        if any(leaf.in_files for leaf in saved):
+            self.wait()  # the next step overwrites those files
 
     def wait(self) -> None:
         """Waits until the last save is on disk.
@@ -243,9 +235,8 @@ class Checkpoints:
         return Manifest.read(self._folder(step))
 
     def _folder(self, step: int | None) -> pathlib.Path:
-        steps = self.steps
         step = self.latest if step is None else step
-        if step not in steps:
+        if step not in (steps := self.steps):
             wanted = "a checkpoint" if step is None else f"step {step}"
             raise ValueError(f"{self.directory} does not hold {wanted}: it holds steps {steps}")
         return self.directory / str(step) / ITEM

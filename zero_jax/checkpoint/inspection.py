@@ -1,13 +1,12 @@
 """Contents of a directory of checkpoints, and checks for damage.
 
-`summary` compares names and sizes of files only. `damage` reads everything, one chunk at a time,
-and compares every checksum: of each chunk, each array, and the other files.
+Checksums are those of each chunk, each array, and the other files; one chunk is read at a time.
 """
 
-import dataclasses
 import json
 import pathlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,15 +18,14 @@ from zero_jax.checkpoint.retention import AFTER, FOLDER, step_folders
 _ORBAX_METADATA = "_CHECKPOINT_METADATA"
 
 
-@dataclasses.dataclass(frozen=True)
-class Summary:
+class Summary(NamedTuple):
     """The summary of a checkpoint."""
 
     nbytes: int  # of all files
     seconds: float | None  # time of completion since 1970; None if it can't be read
     manifest: Manifest | None  # None if it can't be read
     sealed: bool
-    problems: tuple[str, ...]  # files that are missing, of another size, or damaged
+    problems: list[str]  # the first of each array: files missing, of another size, or damaged
 
 
 def folders(directory: pathlib.Path, step: int | None = None) -> dict[int, pathlib.Path]:
@@ -51,21 +49,29 @@ def unfinished(directory: pathlib.Path) -> list[str]:
     return sorted(p.name for p in paths if p.name != FOLDER or any(p.iterdir()))
 
 
-def summary(folder: pathlib.Path) -> Summary:
-    """Returns a summary from the names and sizes of files, without reading arrays."""
-    manifest, problems = _problems(folder, read=False)
+def summary(folder: pathlib.Path, *, read: bool = False) -> Summary:
+    """Returns a summary from the names and sizes of files; if `read`, compares all checksums."""
+    manifest, problems, root = None, [], folder / ITEM
+    try:
+        check_seal(folder)
+        manifest = Manifest.read(root)
+    except (ValueError, OSError) as error:
+        problems.append(str(error))
+    for name, array in manifest.arrays.items() if manifest else ():
+        try:
+            for chunk in array.chunks():
+                array.check_file(root, chunk)
+            for _ in read_checked(root, array) if read else ():
+                pass
+        except (Damaged, OSError) as error:
+            problems.append(f"{name}: {error}")
     nbytes = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
     try:
         metadata = json.loads(regular_bytes(folder / _ORBAX_METADATA))
         seconds = float(metadata["commit_timestamp_nsecs"]) / 1e9
     except (OSError, ValueError, KeyError, TypeError):
         seconds = None
-    return Summary(nbytes, seconds, manifest, (folder / SEAL).exists(), tuple(problems))
-
-
-def damage(folder: pathlib.Path) -> list[str]:
-    """Reads a checkpoint and returns the first difference from its checksums in each array."""
-    return _problems(folder, read=True)[1]
+    return Summary(nbytes, seconds, manifest, (folder / SEAL).exists(), problems)
 
 
 def read_checked(root: pathlib.Path, array: StoredArray) -> Iterator[tuple[Chunk, np.ndarray]]:
@@ -78,22 +84,3 @@ def read_checked(root: pathlib.Path, array: StoredArray) -> Iterator[tuple[Chunk
         del part  # holds one chunk, not two, while the next is read
     if total % MODULUS != array.checksum:
         raise Damaged(f"its checksum does not match ({root / array.folder})")
-
-
-def _problems(folder: pathlib.Path, *, read: bool) -> tuple[Manifest | None, list[str]]:
-    """Returns the manifest, None if it is damaged, and the first problem of each array."""
-    try:
-        check_seal(folder)
-        manifest = Manifest.read(folder / ITEM)
-    except (ValueError, OSError) as error:
-        return None, [str(error)]
-    problems, root = [], folder / ITEM
-    for name, array in manifest.arrays.items():
-        try:
-            for chunk in array.chunks():
-                array.check_file(root, chunk)
-            for _ in read_checked(root, array) if read else ():
-                pass
-        except (Damaged, OSError) as error:
-            problems.append(f"{name}: {error}")
-    return manifest, problems

@@ -93,11 +93,9 @@ def write_part(folder: pathlib.Path, args: SaveArgs) -> None:
     """Writes the pieces of this process, and a file of their checksums."""
     sums = {}
     for name, array in args.manifest.arrays.items():
-        if jax.process_index() == 0:
-            array.create(folder)
         pieces = args.pieces.pop(name)  # frees its memory after each array
         pieces = pieces() if callable(pieces) else pieces
-        array.write(folder, pieces)
+        array.write(folder, pieces, create=jax.process_index() == 0)
         sums[name] = total(pieces)
     (folder / f"part-{jax.process_index():05d}.json").write_text(json.dumps(sums))
 

@@ -14,7 +14,7 @@ import jax
 
 from zero_jax.checkpoint import inspection
 from zero_jax.checkpoint.checkpoints import Checkpoints
-from zero_jax.checkpoint.manifest import SEAL, Manifest
+from zero_jax.checkpoint.manifest import SEAL
 from zero_jax.interchange import folder_config, hugging_face
 from zero_jax.interchange.exporter import MAX_FILE_BYTES
 from zero_jax.models import families
@@ -41,38 +41,30 @@ def _inspect(args: argparse.Namespace) -> int:
     inspection.folders(args.dir, shown)  # raises if it does not exist
     summaries = {step: inspection.summary(folder) for step, folder in folders.items()}
     for step, summary in summaries.items():
-        _print_summary(step, summary)
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.seconds or 0))
+        complete = "complete" if summary.sealed else f"complete, without {SEAL}"
+        print(
+            f"step {step}  {when if summary.seconds else 'no time'}  "
+            f"{summary.nbytes / 1e6:,.3f} MB  {'INCOMPLETE' if summary.problems else complete}"
+        )
+        print(*(f"  {problem}\n" for problem in summary.problems), sep="", end="")
     for name in inspection.unfinished(args.dir):
         print(f"{name}  is left by an interrupted save; the next run removes it")
     if (manifest := summaries[shown].manifest) is not None:
-        _print_manifest(manifest)
+        versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+        print(f"\nstep {manifest.step}, written by {versions}")
+        print(f"config {json.dumps(manifest.config)}")
+        print(f"extra {json.dumps(manifest.extra)}")
+        width = max(map(len, manifest.arrays), default=0)
+        for name, entry in manifest.arrays.items():
+            print(f"  {name:{width}}  {entry.dtype:8}  {entry.shape}")
     return int(any(summary.problems for summary in summaries.values()))
-
-
-def _print_summary(step: int, summary: inspection.Summary) -> None:
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.seconds or 0))
-    complete = "complete" if summary.sealed else f"complete, without {SEAL}"
-    print(
-        f"step {step}  {when if summary.seconds else 'no time'}  {summary.nbytes / 1e6:,.3f} MB  "
-        f"{'INCOMPLETE' if summary.problems else complete}"
-    )
-    print(*(f"  {problem}\n" for problem in summary.problems), sep="", end="")
-
-
-def _print_manifest(manifest: Manifest) -> None:
-    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
-    print(f"\nstep {manifest.step}, written by {versions}")
-    print(f"config {json.dumps(manifest.config)}")
-    print(f"extra {json.dumps(manifest.extra)}")
-    width = max(map(len, manifest.arrays), default=0)
-    for name, entry in manifest.arrays.items():
-        print(f"  {name:{width}}  {entry.dtype:8}  {entry.shape}")
 
 
 def _verify(args: argparse.Namespace) -> int:
     is_damaged = False
     for step, folder in inspection.folders(args.dir, args.step).items():
-        problems = inspection.damage(folder)
+        problems = inspection.summary(folder, read=True).problems
         print(f"step {step}: {'DAMAGED' if problems else 'undamaged'}")
         print(*(f"  {problem}\n" for problem in problems), sep="", end="", flush=True)
         is_damaged = is_damaged or bool(problems)
@@ -143,8 +135,6 @@ def _parser() -> argparse.ArgumentParser:
 
     about = "Write the parameters as a transformers model."
     add = command("export", _export, about, folder, ("out", "OUT", "Folder to write."))
-    about = "File format (default: safetensors)."
-    add("--format", choices=("safetensors",), default="safetensors", help=about)
     add("--step", type=int, help="Step to export (default: the latest).")
     about = "Maximum bytes of tensors per file (default: %(default)g)."
     add("--max-file-bytes", type=float, default=MAX_FILE_BYTES, help=about)
