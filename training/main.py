@@ -18,7 +18,7 @@ from training.preemption import FAILED, INTERRUPTED, NOT_JOINED, Stopped, withou
 from training.run import run
 from training.supervise import WRONG, supervise
 from zero_jax.commands.settings import DEVICES
-from zero_jax.distributed.launchers import launched_processes
+from zero_jax.distributed.initialize import launched_processes
 from zero_jax.distributed.rendezvous import JoinError
 from zero_jax.distributed.watchdog import EXIT_CODE
 from zero_jax.plan.auto import RESOURCE_EXHAUSTED

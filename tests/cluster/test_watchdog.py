@@ -8,31 +8,22 @@ import time
 import jax
 import pytest
 
-from zero_jax.distributed import watchdog as module
 from zero_jax.distributed.rendezvous import Peer
 from zero_jax.distributed.watchdog import Watchdog
 
 HANGS = [("before its first step", 0), ("after step 2", 2), ("in an evaluation", 8)]
 
 
-@pytest.fixture
-def slow(monkeypatch):
-    """Sets the seconds, and the factor of the median, after which a step may be stuck."""
-
-    def set_limits(seconds, factor=20.0):
-        monkeypatch.setattr(module, "_SLOW_SECONDS", seconds)
-        monkeypatch.setattr(module, "_SLOW_FACTOR", factor)
-
-    return set_limits
+def slow(monkeypatch, seconds, factor=20.0):
+    """Sets when a step may be stuck."""
+    monkeypatch.setattr("zero_jax.distributed.watchdog._SLOW_SECONDS", seconds)
+    monkeypatch.setattr("zero_jax.distributed.watchdog._SLOW_FACTOR", factor)
 
 
 def started(count=1, dead_after=0.5):
     """A watchdog, the reasons for which it would end the run, and those it is connected with."""
-    watchdog, told, pairs = (
-        Watchdog(dead_after=dead_after),
-        [],
-        [socket.socketpair() for _ in range(1, count)],
-    )
+    watchdog, told = Watchdog(dead_after=dead_after), []
+    pairs = [socket.socketpair() for _ in range(1, count)]
     watchdog.end_run = told.append
     watchdog._peers = {i: Peer(own) for i, (own, _) in enumerate(pairs, 1)}
     others = [Peer(other) for _, other in pairs]
@@ -41,8 +32,8 @@ def started(count=1, dead_after=0.5):
     return watchdog, told, others
 
 
-def test_limits_of_first_steps_pauses_and_later_steps(slow):
-    slow(1e-9, 2)
+def test_limits_of_first_steps_pauses_and_later_steps(monkeypatch):
+    slow(monkeypatch, 1e-9, 2)
     long = 12 * 0.1  # of the first steps and of a pause: 12 times `dead_after`, as `Watchdog` says
     with Watchdog(dead_after=0.1) as watchdog:
         for number in range(3):
@@ -50,9 +41,7 @@ def test_limits_of_first_steps_pauses_and_later_steps(slow):
             watchdog.step(number)
         assert watchdog._activity.limit == pytest.approx(long)
         watchdog.step(3)
-        assert 0.2 <= watchdog._activity.limit < 1, (
-            "twice dead_after: waiting for a dead one is not stuck"
-        )
+        assert 0.2 <= watchdog._activity.limit < 1  # twice dead_after: it may wait for a dead one
         for times, limit in ((1, long), (5, 5 * long)):
             with watchdog.pause("saving", times=times):
                 assert watchdog._activity.limit == pytest.approx(limit)
@@ -66,9 +55,9 @@ def test_limits_of_first_steps_pauses_and_later_steps(slow):
 
 
 @pytest.mark.parametrize(("said", "steps"), HANGS)
-def test_a_hang_before_four_steps_or_in_an_evaluation_is_noticed(said, steps, slow):
+def test_a_hang_before_four_steps_or_in_an_evaluation_is_noticed(said, steps, monkeypatch):
     """An evaluation that makes progress may take any time."""
-    slow(0.25)
+    slow(monkeypatch, 0.25)
     watchdog, told, _ = started(dead_after=0.125)  # a limit of 1.5 s
     with watchdog, contextlib.ExitStack() as stack:
         for number in range(1, steps + 1):
@@ -128,8 +117,8 @@ def test_a_finished_process_is_not_dead_and_a_silent_one_is():
     assert "has sent no heartbeat" in told[0] and "at step 1" in told[0]
 
 
-def test_a_step_that_takes_far_longer_than_those_before_is_stuck(slow):
-    slow(0.5, 1)
+def test_a_step_that_takes_far_longer_than_those_before_is_stuck(monkeypatch):
+    slow(monkeypatch, 0.5, 1)
     watchdog, told, _ = started()
     with watchdog:
         for number in range(5):

@@ -115,7 +115,7 @@ class Checkpoints:
         lock = on_first_process(lambda: locked(self.directory))
         if lock is not None:
             self._at_close.callback(os.close, lock)
-            self._at_close.callback(retention.sweep(self.directory))
+            self._at_close.enter_context(retention.sweeping(self.directory))
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             keep_period=keep_every,
@@ -125,9 +125,8 @@ class Checkpoints:
             # Else files could be written before their folder is made.
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
-        handlers = {ITEM: OrbaxHandler()}
         self._manager = ocp.CheckpointManager(
-            self.directory, options=options, item_handlers=handlers
+            self.directory, options=options, item_handlers={ITEM: OrbaxHandler()}
         )
         self._at_close.callback(self._manager.close)
 
@@ -303,8 +302,7 @@ def on_first_process(work: Callable[[], T]) -> T | None:
             result = work()
         except (ValueError, OSError) as error:
             failure = error
-    failed = bool(multihost_utils.broadcast_one_to_all(np.bool_(failure is not None)))
-    if failed:
+    if multihost_utils.broadcast_one_to_all(np.bool_(failure is not None)):
         raise failure or OSError("process 0 can't write checkpoints: see the error that it prints")
     return result
 

@@ -1,7 +1,4 @@
-"""Comparison of settings between the processes of a run.
-
-Processes with different settings hang in a collective, or silently compute different numbers.
-"""
+"""Comparison of settings: processes that differ hang, or silently compute different numbers."""
 
 import collections
 import importlib.metadata

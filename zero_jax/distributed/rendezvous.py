@@ -1,11 +1,11 @@
 """Connections between the processes of a run, opened before they join JAX's process group.
 
-JAX's own join aborts every process (SIGABRT, jax 0.10.2 to 0.12.0) if one is missing, has the rank
-of another, or a different number of processes, and names nobody. Here all of them learn who is
-missing or differs. The connections stay open for `Watchdog`.
+JAX's own join aborts every process (SIGABRT, jax 0.10.2 to 0.12.0) if one is missing or has the
+rank of another, and names nobody. The connections stay open for `Watchdog`.
 """
 
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -21,8 +21,7 @@ T = TypeVar("T")
 Address = tuple[str, int]
 _LONGEST_LINE = 1 << 20  # bytes
 _POLL_SECONDS = 0.1
-# After an error, process 0 waits for late processes, to send the error to them too.
-_LATE_SECONDS = 10.0
+_LATE_SECONDS = 10.0  # for which process 0 waits after an error, to send it to late processes too
 
 
 class JoinError(OSError):
@@ -85,9 +84,8 @@ def parse_address(coordinator: str) -> Address:
 def bind_address(host: str, port: int, wait_seconds: float = 0.0) -> Address:
     """Returns the address at which process 0 listens: that of `host`, on one interface.
 
-    If other machines can't reach it, process 0 listens on all interfaces and prints a warning: a
-    host name with a loopback address (Debian's own host name), or the address of a gateway. Raises
-    JoinError if the name can't be resolved.
+    If other machines can't reach it, as with a host name with a loopback address (Debian's own) or
+    the address of a gateway, it is that of all interfaces. Raises JoinError for an unknown name.
     """
     # A new pod has no DNS entry in its first seconds.
     results = _repeated(
@@ -101,11 +99,8 @@ def bind_address(host: str, port: int, wait_seconds: float = 0.0) -> Address:
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as trial:
             trial.bind((address, 0))
             return address, port
-    print(
-        f"warning: process 0 listens on all interfaces, because other machines can't reach it "
-        f"at {host} ({address})",
-        file=sys.stderr,
-    )
+    why = f"because other machines can't reach it at {host} ({address})"
+    print(f"warning: process 0 listens on all interfaces, {why}", file=sys.stderr)
     return "::" if socket.has_dualstack_ipv6() else "0.0.0.0", port
 
 
@@ -121,68 +116,60 @@ def _repeated(call: Callable[[], T], end: float, problem: str) -> T:
 
 
 def rendezvous(
-    address: Address, rank: int, count: int, wait_seconds: float, settings: Mapping[str, object]
+    address: Address, rank: int, count: int, wait_seconds: float, settings: Mapping[str, str]
 ) -> dict[int, Peer]:
     """Waits until all processes have reported to process 0, which listens at `address`.
 
-    Returns:
-      Connections by rank: to all other processes in process 0, to process 0 in the others.
-
-    Raises:
-      JoinError: A process is missing, or two have the same rank.
-      ValueError: A setting differs between processes; their `str` is compared.
+    Returns connections by rank: to all other processes in process 0, to process 0 in the others.
+    Raises JoinError if one is missing or two have the same rank, and ValueError if a setting or the
+    number of processes differs.
     """
-    report: dict[str, Any] = {"rank": rank, "count": count, "name": process_name(rank)}
-    report["settings"] = {name: str(value) for name, value in settings.items()}
+    settings = {**settings, "the number of processes": str(count)}
     if rank == 0:
-        return _gather(address, report, wait_seconds)
-    end = time.monotonic() + wait_seconds
-    place = f"process 0 at {address[0]}:{address[1]}"
+        return _gather(address, count, wait_seconds, settings)
+    end, place = time.monotonic() + wait_seconds, f"process 0 at {address[0]}:{address[1]}"
     connection = _repeated(
-        lambda: socket.create_connection(
-            address, timeout=min(10, max(end - time.monotonic(), 0.1))
-        ),
+        functools.partial(socket.create_connection, address, timeout=min(10.0, wait_seconds)),
         end,
         f"process {rank} did not reach {place} within {wait_seconds:g} s: check that it runs "
         "there, and that this machine can reach the port",
     )
     peer = Peer(connection)
-    peer.send(**report)
+    peer.send(rank=rank, name=process_name(rank), settings=settings)
     while "fault" not in peer.state and not peer.is_closed and time.monotonic() < end + 5:
         time.sleep(_POLL_SECONDS)
-    no_answer = (
-        f"{place} did not answer: it ended before all processes joined, or another program listens "
-        "at that port"
-    )
+    no_answer = f"{place} did not answer: it ended, or another program listens at that port"
     if fault := peer.state.get("fault", no_answer):
         peer.close()
         raise (ValueError if peer.state.get("differs") else JoinError)(fault)
     return {0: peer}
 
 
-def _gather(address: Address, report: dict[str, Any], wait_seconds: float) -> dict[int, Peer]:
+def _gather(
+    address: Address, count: int, wait_seconds: float, settings: Mapping[str, str]
+) -> dict[int, Peer]:
     """Waits in process 0 until all others have reported, and answers them."""
-    count, accepted, peers = report["count"], list[Peer](), dict[int, Peer]()
+    accepted, peers = list[Peer](), dict[int, Peer]()
     late = end = time.monotonic() + wait_seconds
     with _listen(*address) as server:
         server.settimeout(_POLL_SECONDS)
-        while len(peers) < count - 1 and time.monotonic() < late:
+        while not peers.keys() >= {*range(1, count)} and time.monotonic() < late:
             with contextlib.suppress(OSError):  # nobody connects, or a process has ended again
                 accepted.append(Peer(server.accept()[0]))
                 continue
-            peers, fault = _compare(report, accepted)
+            peers, fault = _compare(settings, accepted)
             late = end if fault is None else min(late, time.monotonic() + _LATE_SECONDS)
-    peers, fault = _compare(report, accepted)
+    peers, fault = _compare(settings, accepted)
     missing = [str(rank) for rank in range(1, count) if rank not in peers]
     if missing and fault is None:
         names = ", ".join(missing[:20]) + ", ..." * (len(missing) > 20)
         fault = JoinError(
-            f"process{'es' * (len(missing) > 1)} {names} of {count} did not join within "
-            f"{wait_seconds:g} s: check why they did not start, or use a longer timeout"
+            f"ranks {names} of {count} did not join within {wait_seconds:g} s: check why they did "
+            "not start, or use a longer timeout"
         )
     differs = isinstance(fault, ValueError)
     for peer in accepted:
-        peer.send(fault=str(fault or ""), differs=differs, name=report["name"])
+        peer.send(fault=str(fault or ""), differs=differs, name=process_name(0))
         if fault is not None or peer not in peers.values():
             peer.close()
     if fault is not None:
@@ -191,28 +178,20 @@ def _gather(address: Address, report: dict[str, Any], wait_seconds: float) -> di
 
 
 def _compare(
-    report: dict[str, Any], accepted: list[Peer]
+    settings: Mapping[str, str], accepted: list[Peer]
 ) -> tuple[dict[int, Peer], Exception | None]:
     """Returns the processes that have reported, by rank, and the first error in their reports."""
     peers, faults = dict[int, Peer](), list[Exception]()
     for peer in accepted:
-        rank, count, settings = (peer.state.get(key) for key in ("rank", "count", "settings"))
-        if peer.is_closed or type(rank) is not int or not isinstance(settings, dict):
+        rank, others = peer.state.get("rank"), peer.state.get("settings")
+        if peer.is_closed or type(rank) is not int or not isinstance(others, dict):
             continue
-        name = peer.state.get("name")
-        if count != report["count"] or not 0 < rank < count:
-            message = (
-                f"{name} was started as {rank} of {count} processes, and process 0 as one of "
-                f"{report['count']}: start all with the same number"
-            )
-            faults.append(JoinError(message))
+        if message := difference(settings, others, rank):
+            faults.append(ValueError(message))
         elif rank in peers:
-            names = f"{peers[rank].state.get('name')} and {name}"
+            names = f"{peers[rank].state.get('name')} and {peer.state.get('name')}"
             faults.append(JoinError(f"two processes have rank {rank}: {names}"))
-        else:
-            peers[rank] = peer
-            if differing := difference(report["settings"], settings, rank):
-                faults.append(ValueError(differing))
+        peers.setdefault(rank, peer)
     return peers, next(iter(faults), None)
 
 

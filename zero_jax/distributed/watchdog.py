@@ -1,8 +1,7 @@
 """Detection of dead, stuck and failed processes.
 
-A collective waits indefinitely for a stopped process. JAX's own heartbeats end such a run after 100
-seconds, by SIGABRT, without a stack trace. Here every process also sends heartbeats over its
-connection with process 0; the connection of a process that dies ends at once.
+JAX's heartbeats end a run after 100 seconds, by SIGABRT, without a stack trace. Here every process
+also sends some over its connection with process 0, which ends at once if a process dies.
 """
 
 import collections
@@ -26,7 +25,8 @@ from zero_jax.distributed.rendezvous import Peer, process_name
 EXIT_CODE = 76  # of a process whose run was ended because one is dead, stuck or failed
 # A step is stuck after so many times the median of some earlier ones, and so many seconds.
 _SLOW_FACTOR, _LEAST_STEPS, _SLOW_SECONDS = 20.0, 3, 120.0
-# In units of `dead_after`: first a dead process is named, then one with an error, then a stuck one.
+# In units of `dead_after`: first a dead process is named, then one with an error, then a stuck one,
+# because a step that waits for the former two is not stuck itself.
 _HELD, _STUCK = 1.5, 2.0
 
 
@@ -42,10 +42,10 @@ class Watchdog:
     """Ends a run of several processes if one is dead, stuck or failed; a context manager.
 
     All processes start it together, after `zero_jax.initialize`. A process is dead or stopped if it
-    sends no heartbeats, stuck if a step takes far longer than earlier ones, and failed if it has an
-    error that the others do not have after 1.5 × `dead_after` seconds. Then all processes print the
-    reason and their stacks, and exit with code 76, for a supervisor that restarts the run. An error
-    that all processes have, except those that are done, is raised as usual::
+    sends no heartbeats, and stuck if a step takes far longer than earlier ones. It is failed if it
+    has an error that the others do not have after 1.5 × `dead_after` seconds. Then all processes
+    print the reason and their stacks, and exit with code 76, for a supervisor that restarts the
+    run. An error that all processes have, except those that are done, is raised as usual::
 
         with Watchdog(dead_after=60) as watchdog:
             for number, batch in enumerate(batches):
@@ -107,7 +107,6 @@ class Watchdog:
         """Starts timing the next step, also after `rest`."""
         limit = self._long
         if len(self._durations) >= _LEAST_STEPS:
-            # A step that waits for a process that is dead or has an error is not stuck itself.
             least = max(_SLOW_SECONDS, _STUCK * self._dead_after)
             limit = max(least, _SLOW_FACTOR * statistics.median(self._durations))
         self._activity = _Activity("one step", time.monotonic(), limit)
@@ -156,8 +155,7 @@ class Watchdog:
         while time.monotonic() < end:
             time.sleep(self._interval)
             if not self._running():
-                # The others must receive that before this process exits, and before JAX aborts
-                # them because process 0 does.
+                # The others must receive that first: JAX aborts them when process 0 exits.
                 time.sleep((4 if self._rank == 0 else 2) * self._interval)
                 return
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -200,7 +198,16 @@ class Watchdog:
             for peer in self._peers.values():
                 peer.silence += self._interval  # not real time: this process may be suspended
                 self._check_peer(peer)
-            self._check_activity()
+            activity, now = self._activity, time.monotonic()  # another thread sets it
+            if activity is not None and now - activity.since > activity.limit:
+                number = self._number
+                at = "before its first step" if number is None else f"after step {number}"
+                self.end_run(
+                    f"{process_name(self._rank)} has been stuck in {activity.name} for "
+                    f"{now - activity.since:.0f} s, {at}; the limit is {activity.limit:.0f} s. The "
+                    "stack traces show where. To allow more time, increase `dead_after` "
+                    "(train.py: --heartbeat-timeout-seconds)"
+                )
 
     def _check_peer(self, peer: Peer) -> None:
         """Ends the run if another process ends it, is dead, or is stopped."""
@@ -215,19 +222,6 @@ class Watchdog:
             at = f"this process was at step {self._number or 0}"
             self.end_run(f"{state.get('name')} is gone: its connection ended; {at}")
         elif peer.silence > self._dead_after:
-            self.end_run(
-                f"{state.get('name')} has sent no heartbeat for {peer.silence:.0f} s, last seen at "
-                f"step {state.get('step') or 0}: it is dead or stopped"
-            )
-
-    def _check_activity(self) -> None:
-        """Ends the run if this process's step or pause is stuck."""
-        activity = self._activity  # another thread sets it
-        if activity is None or (seconds := time.monotonic() - activity.since) <= activity.limit:
-            return
-        at = "before its first step" if self._number is None else f"after step {self._number}"
-        self.end_run(
-            f"{process_name(self._rank)} has been stuck in {activity.name} for {seconds:.0f} s, "
-            f"{at}; the limit is {activity.limit:.0f} s. The stack traces show where. To allow "
-            "more time, increase `dead_after` (train.py: --heartbeat-timeout-seconds)"
-        )
+            silent = f"{state.get('name')} has sent no heartbeat for {peer.silence:.0f} s"
+            at = f"last seen at step {state.get('step') or 0}"
+            self.end_run(f"{silent}, {at}: it is dead or stopped")
