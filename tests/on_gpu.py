@@ -178,7 +178,7 @@ def options():
     """XLA for GPUs knows every option that a step gives it, and "auto" is cuDNN's attention."""
     if jax.default_backend() != "gpu":
         return
-    for spellings in (releases.GATHER_AHEAD, releases.AT_ONCE):
+    for spellings in (releases.AT_ONCE,):
         yield f"{spellings[0][0]} is unknown", not compiler.first_known(spellings), 0
     given = compiler.options(2**30, 64, (2**26, 2**26))
     jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=given)
