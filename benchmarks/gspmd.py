@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax.collectives.precision import cast
 from zero_jax.commands.case import Case
-from zero_jax.engine import rewrite
+from zero_jax.engine import execute
 from zero_jax.sharding.mesh import DATA, abstract_of
 
 PyTree = Any
@@ -47,7 +47,7 @@ def step_of(
         transform_non_params=lambda x: _like(x, mesh, whole),
     )
     rules = (("batch", DATA),) if held else ()
-    saving = rewrite.apply(_mean_loss(case, chunks), policy)
+    saving = execute.apply(_mean_loss(case, chunks), policy)
 
     def loss(params: PyTree, batch: PyTree) -> jax.Array:
         compute = jax.tree.map(lambda x: cast(x, case.zero.config.precision.compute), params)

@@ -21,9 +21,9 @@ from problems import ODD_GPT, Problem, compare, gpt_problem, train_plain, train_
 import zero_jax
 from zero_jax import Remat
 from zero_jax.collectives import barriers
-from zero_jax.engine import repeats
 from zero_jax.plan.operations import device_part
 from zero_jax.remat import activations, policies
+from zero_jax.tracing import layer_detection
 
 TX = optax.sgd(1e-1)
 ULPS = 64
@@ -182,7 +182,7 @@ def test_full_gradients_of_unrolled_layers_do_not_stay_alive(stage, policy, monk
     copy = 2 * LAYERS * 8 * D * D if stage == 2 else 0
     held = plan.compiled.temp_bytes - copy
     assert held < LAYERS * layer
-    monkeypatch.setattr(repeats, "runs_of", lambda jaxpr, forms: [])
+    monkeypatch.setattr(layer_detection, "runs_of", lambda jaxpr, forms: [])
     # Leaves outside of layers are summed at once, too.
     monkeypatch.setattr(barriers, "tied", lambda arrays: arrays)
     unknown = unrolled.__wrapped__(policy, stage, rows=1)

@@ -13,17 +13,18 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.collectives import gather_scatter, lookup, norms
-from zero_jax.engine import losses, micro_batch, rewrite
+from zero_jax.engine import execute, losses, micro_batch
 from zero_jax.engine.config import Config
+from zero_jax.engine.lazy_param import Source, Weight, whole
 from zero_jax.engine.lifetimes import LIFETIMES, MICRO_BATCH, STEP, TOUCH, Leaf
 from zero_jax.engine.micro_batch import Micro
 from zero_jax.engine.trace import Traced
-from zero_jax.engine.weights import Form, Source, Weight, whole
 from zero_jax.remat import policies
 from zero_jax.sharding import paths
 from zero_jax.sharding.mesh import EXPERTS, REPLICA, batch_axes, model_size, names
 from zero_jax.sharding.partition import Partition
 from zero_jax.sharding.paths import PyTree
+from zero_jax.tracing.forms import Form
 
 Leaves = list[jax.Array]
 Views = tuple[Leaves, list[jax.Array | None]]  # parameters, and copies gathered for the whole step
@@ -123,7 +124,7 @@ class DeviceStep:
         args = [*weights, *jax.tree.leaves((micro, extras))]
         heads = [leaf.head_of for leaf in self.traced.leaves]
         outside = self.traced.outside
-        total, weight, *aux = rewrite.run(
+        total, weight, *aux = execute.run(
             self.traced.closed, args, policy, bucket, heads, outside=outside
         )
         return total, weight if outside else jax.lax.stop_gradient(weight), aux

@@ -1,7 +1,7 @@
 """Loss and gradients over the global batch.
 
 The loss is traced once for each signature (`trace.py`), and its program is run on every device with
-weights in place of arrays (`device_step.py`, `rewrite.py`). `lifetimes.py` says how long gathered
+weights in place of arrays (`device_step.py`, `execute.py`). `lifetimes.py` says how long gathered
 copies and full gradients live. Source: ZeRO (arXiv:1910.02054), sections 5 and 7.
 """
 

@@ -7,10 +7,9 @@ from typing import Any
 import jax
 
 from zero_jax.collectives.barriers import Arrays, is_float, together
-from zero_jax.engine.weights import Apart, Source, Weight
+from zero_jax.engine.lazy_param import Apart, Source, Weight
 from zero_jax.remat import recompute
 from zero_jax.remat.policies import Place
-from zero_jax.remat.recompute import Midway
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,8 +128,8 @@ def backward(
     # One after the other: a vector would wait for parameters that are gathered before it.
     reduced, upcoming = together((reduced, upcoming))
     arrays, treedef = jax.tree.flatten(reduced)
-    points = {Midway.FIRST: [x for x in arrays if x.ndim > 1], Midway.SECOND: []}
-    found = list(layer.gradients(gradients.trained, kept, cotangents, points))
+    due = [x for x in arrays if x.ndim > 1]
+    found = list(layer.gradients(gradients.trained, kept, cotangents, due))
     count = len(gradients.params)
     inputs, arrays = together((found[count:], arrays))
     return found[:count], inputs, jax.tree.unflatten(treedef, arrays), upcoming

@@ -11,7 +11,7 @@ A loop carries the gathered parameters of the next layer and the full gradients 
 `optimization_barrier` keeps iterations apart: without it XLA gathers all unrolled layers at once,
 and it starts a collective when its result is needed, not when its operand exists. Therefore the
 gradients of a layer's matrices are required when the matmuls of the iteration after it reach
-`Midway.FIRST`. Vectors are reduced in fp32 and may arrive at the end of that iteration. Saved
+`recompute.Midway`. Vectors are reduced in fp32 and may arrive at the end of that iteration. Saved
 activations pass no barrier in a loop: XLA would copy them.
 
 Two iterations share a loop body. In a body with one, XLA copies whatever the loop carries. The
@@ -32,8 +32,8 @@ from jax.lax import dynamic_index_in_dim, dynamic_update_index_in_dim
 
 from zero_jax.collectives.barriers import Arrays, known, together
 from zero_jax.engine.layer_passes import Block, Gradients, backward, has_gradient, small
+from zero_jax.engine.lazy_param import Source
 from zero_jax.engine.replay import How
-from zero_jax.engine.weights import Source
 from zero_jax.remat.recompute import Held, Known
 
 # Two iterations share a loop body.

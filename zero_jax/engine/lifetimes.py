@@ -1,6 +1,6 @@
 """How long gathered copies and full gradients live: of each stage, and of each leaf of a trace.
 
-The stage is asked here and nowhere else. What is known of a leaf is found once, by `reading.py`;
+The stage is asked here and nowhere else. What is known of a leaf is found once, by `param_plan.py`;
 gradients, the planner and the compiler's options read it.
 Source: ZeRO (arXiv:1910.02054), sections 5 and 7.
 """

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.collectives.barriers import Arrays, is_float, known, together
-from zero_jax.engine.weights import Apart
+from zero_jax.engine.lazy_param import Apart
 from zero_jax.remat.recompute import Known
 
 Operation = Callable[..., list[Any]]

@@ -1,4 +1,4 @@
-"""A layer as a function of its arrays that can be run again, and how its equations are run."""
+"""Layers as functions of their arrays, to be recomputed, and options of their execution."""
 
 import dataclasses
 import itertools
@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.extend.core as jex
 
-from zero_jax.engine.weights import Apart, Opener, Weight
+from zero_jax.engine.lazy_param import Apart, Opener, Weight
 from zero_jax.remat import policies, recompute
 from zero_jax.remat.activations import can_move
 from zero_jax.remat.linearized import Linear
@@ -26,16 +26,14 @@ class How:
     """How equations are run.
 
     Attributes:
-      policy: what layers keep.
-      in_loop: whether this is the body of a loop. Outside of one, forward and backward stand in one
+      evaluate: Runs a jaxpr, see `execute.py`.
+      policy: The remat policy of layers.
+      in_loop: True in the body of a loop. Outside of one, forward and backward pass are in one
         computation, where XLA would merge their two gathers and keep the copy in between.
-      bucket_bytes: the most that collectives move at once; a scanned layer that gathers more does
-        not hand all of its gradients to the next one to be summed there (but under "none").
-      open: what opens weights once for a whole layer, which is run again by others; None where
-        every operation gathers for itself.
-      outside: whether the gradients are themselves differentiated, see `engine/outside.py`.
-      keep_last: whether the last layer may stay gathered between the passes, see `layers.py`.
-      evaluate: runs a jaxpr, see `rewrite`: loops and layers have bodies of their own.
+      bucket_bytes: The maximum bytes per collective.
+      open: Gathers parameters once for a full layer; None where every operation gathers for itself.
+      outside: True if the gradients are differentiated again, see `outside.py`.
+      keep_last: True if the last layer may stay gathered between the passes, see `layers.py`.
     """
 
     evaluate: Callable[..., list[Any]]
@@ -56,8 +54,8 @@ def replay(
     in_loop: bool,
     midway: bool = False,
 ) -> recompute.Run:
-    """A layer as a function of its arrays that tells which of its results are kept, and what it
-    has midway."""
+    """Returns a layer as a function of its arrays, which calls `tap` with results that the policy
+    saves, and with `midway` at points of the layer."""
     if how.policy.policy is not None or how.policy.kind == "none":
         return _asked(body, values_of, weights, how, in_loop=in_loop)
     pure = reads.made_of(body.jaxpr, weights)
@@ -66,7 +64,7 @@ def replay(
         kept |= _midway(body.jaxpr, pure, kept)
 
     def run(flat: Sequence[Any], tap: Tap, _: Sequence[int]) -> list[Any]:
-        # One opener for each run: what one run opened is not there in another.
+        # One opener for each run: its arrays belong to that run.
         once = Opener()
         inside = dataclasses.replace(how, policy=NONE, in_loop=in_loop, open=once)
         return [once(x) for x in how.evaluate(body, values_of(flat), inside, kept=kept, tap=tap)]
@@ -82,9 +80,9 @@ def _asked(
     *,
     in_loop: bool,
 ) -> recompute.Run:
-    """The same for a policy of JAX's: like `jax.checkpoint`, it is asked about the derivative too.
+    """The same for policies of JAX, and for "none", which decide on the derivative's equations too.
 
-    What it keeps goes straight to the linear backward pass, which has no way to point at.
+    Saved values go straight to the linear backward pass, which has no points midway.
     """
     inside = How(how.evaluate, in_loop=in_loop, outside=how.outside)
 
@@ -111,21 +109,22 @@ def _asked(
 
 
 def _moves(value: Any, moved: set[int]) -> bool:
-    """Whether a value has a gradient, given the identities of arrays that do."""
+    """Returns whether a value has a gradient, given the identities of arrays that do."""
     stopped = isinstance(value, Weight) and value.form.stopped
     return not stopped and any(id(x) in moved for x in Apart([value]).flat)
 
 
 def _kept(jaxpr: jex.Jaxpr, pure: set[jex.Var], policy: Remat) -> dict[int, Place]:
-    """Of the equations whose results are kept, the place."""
-    eqns = enumerate(jaxpr.eqns)
-    return {i: place for i, e in eqns if (place := place_of(e, pure, policy)) is not None}
+    """Returns the place of each equation whose results are saved."""
+    return equations.by_equation(jaxpr, lambda eqn: place_of(eqn, pure, policy))
 
 
 def _residuals(jaxpr: jex.Jaxpr, pure: set[jex.Var], results: int) -> dict[int, Place]:
-    """Of the equations that make what the backward pass reads, the place."""
+    """Returns the place of each equation whose results the backward pass reads."""
     read = {v for v in jaxpr.outvars[results:] if v not in pure}
-    return {i: policies.DEVICE for i, e in enumerate(jaxpr.eqns) if not read.isdisjoint(e.outvars)}
+    return equations.by_equation(
+        jaxpr, lambda eqn: None if read.isdisjoint(eqn.outvars) else policies.DEVICE
+    )
 
 
 def place_of(eqn: jex.JaxprEqn, pure: set[jex.Var], policy: Remat) -> Place | None:
@@ -142,20 +141,16 @@ def place_of(eqn: jex.JaxprEqn, pure: set[jex.Var], policy: Remat) -> Place | No
     )
 
 
-def _midway(jaxpr: jex.Jaxpr, pure: set[jex.Var], kept: Mapping[int, Any]) -> dict[int, Midway]:
-    """The equations by which so much of the layer's products is done."""
+def _midway(jaxpr: jex.Jaxpr, pure: set[jex.Var], kept: Mapping[int, Place]) -> dict[int, Midway]:
+    """Returns the first equation that can be tapped after two thirds of the layer's products."""
+
+    def able(eqn: jex.JaxprEqn) -> bool | None:
+        made = eqn.outvars
+        moves = len(made) == 1 and made[0] not in pure and can_move(made[0].aval)
+        return True if moves else None
+
     done = list(itertools.accumulate(equations.products(jaxpr)))
-    able = [
-        at
-        for at, e in enumerate(jaxpr.eqns)
-        if at not in kept
-        and len(e.outvars) == 1
-        and e.outvars[0] not in pure
-        and can_move(e.outvars[0].aval)
-    ]
-    found: dict[int, Midway] = {}
-    for point in Midway:
-        at = next((at for at in able if done[at] >= point.value * done[-1] > 0), None)
-        if at is not None:
-            found.setdefault(at, point)
-    return found
+    least = Midway.POINT.value * done[-1] if done else 0
+    places = (at for at in equations.by_equation(jaxpr, able) if at not in kept)
+    at = next((at for at in places if done[at] >= least > 0), None)
+    return {} if at is None else {at: Midway.POINT}

@@ -9,15 +9,16 @@ import jax
 import jax.extend.core as jex
 
 from zero_jax.collectives.barriers import Arrays
-from zero_jax.engine import repeats
 from zero_jax.engine.layer_passes import Block, stopped
 from zero_jax.engine.layers import MOST_BUCKETS, UNROLL, ExplicitLayers, LayerNode, heads_of
+from zero_jax.engine.lazy_param import Apart, Source, Weight, opened, whole
 from zero_jax.engine.replay import BLOCK, How, replay
-from zero_jax.engine.weights import Apart, Form, Source, Weight, opened, whole
 from zero_jax.remat import recompute
 from zero_jax.remat.policies import Remat
 from zero_jax.tracing import jaxpr as equations
+from zero_jax.tracing import layer_detection
 from zero_jax.tracing.dataflow import HasGradient, read_inputs
+from zero_jax.tracing.forms import Form
 
 
 def fallback(
@@ -34,7 +35,7 @@ def fallback(
     sizes = {form.leaf: equations.bytes_of(var) for var, form in forms.items()}
     if policy.kind == "block_sqrt":
         return "run in groups"
-    if repeats.scans_of(jaxpr, forms):
+    if layer_detection.scans_of(jaxpr, forms):
         return "not prefetched: a layer scans over parameters"
     if sum(sizes.values()) > MOST_BUCKETS * bucket_bytes:
         return f"not prefetched: a layer is larger than {MOST_BUCKETS} buckets"
@@ -202,17 +203,15 @@ class LayerScan:
     def _scan(self, step: Any, operands: Arrays, length: int, unroll: int = 1) -> list[Any]:
         """Runs `jax.lax.scan` with flat operands: constants, carry and stacks in this order."""
         first = self._consts + self._carried
-        fixed, carry = operands[: self._consts], operands[self._consts : first]
+        fixed, carry = operands[: self._consts], list(operands[self._consts : first])
 
-        def body(carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
+        def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
             outs = step(*fixed, *carry, *xs)
             return outs[: self._carried], outs[self._carried :]
 
         reverse = self._eqn.params["reverse"]
         xs = list(operands[first:])
-        carry, ys = jax.lax.scan(
-            body, list(carry), xs, length=length, reverse=reverse, unroll=unroll
-        )
+        carry, ys = jax.lax.scan(body, carry, xs, length=length, reverse=reverse, unroll=unroll)
         return [*carry, *ys]
 
     def _in_groups(self, operands: Arrays) -> list[Any]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax.core import meta
 from jax.sharding import PartitionSpec
 
-from zero_jax.engine import annotations, experts, lifetimes, losses, over_rows, reading
+from zero_jax.engine import annotations, experts, lifetimes, losses, over_rows, param_plan
 from zero_jax.engine.config import Config
 from zero_jax.remat import policies
 from zero_jax.sharding import paths
@@ -63,7 +63,7 @@ class Traced:
     def window(self) -> int:
         """Elements that one device gathers at once: the largest layer, or leaf outside layers."""
         alone = [leaf.cut for leaf in self.leaves if not (leaf.in_layer or leaf.by_rows)]
-        sizes = [math.prod(cut.shape) // reading.shared(cut) for cut in alone]
+        sizes = [math.prod(cut.shape) // param_plan.shared(cut) for cut in alone]
         return max([0, *sizes, *(layer.elements for layer in self.layers)])
 
 
@@ -129,7 +129,7 @@ def trace(
         )
         # Sizes of a trace are those of all devices of `model`.
         bucket = settings.bucket_bytes * model_size(settings.mesh)
-        read = reading.Reading(found.jaxpr, cuts, policy, bucket)
+        read = param_plan.Reading(found.jaxpr, cuts, policy, bucket)
         life = lifetimes.lifetime(settings.stage, grad_accum_steps)
         leaves = read.leaves(names, frozen, life, settings.wire)
         if outside:

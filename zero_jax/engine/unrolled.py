@@ -11,8 +11,8 @@ import jax.extend.core as jex
 from zero_jax.collectives.barriers import Arrays
 from zero_jax.engine.layer_passes import Block, stopped
 from zero_jax.engine.layers import ExplicitLayers, LayerNode, heads_of
+from zero_jax.engine.lazy_param import Apart, Source, Weight, whole
 from zero_jax.engine.replay import BLOCK, How, replay
-from zero_jax.engine.weights import Apart, Source, Weight, whole
 from zero_jax.remat import recompute
 from zero_jax.remat.activations import can_move
 from zero_jax.tracing import jaxpr as equations

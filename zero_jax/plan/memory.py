@@ -30,7 +30,7 @@ from zero_jax.collectives.precision import Precision
 from zero_jax.engine.config import Config, Stage
 from zero_jax.engine.lifetimes import STEP, lifetime
 from zero_jax.engine.loss_scale import Guard, init_guard
-from zero_jax.engine.reading import shared
+from zero_jax.engine.param_plan import shared
 from zero_jax.engine.transformations import without_frozen
 from zero_jax.low_bit.state import initial, splits_of
 from zero_jax.remat import policies

@@ -32,13 +32,9 @@ Results = TypeVar("Results")
 
 
 class Midway(enum.Enum):
-    """A point in a layer, by the fraction of its products before it.
+    """A point in a layer, by the fraction of its products before it."""
 
-    The gradient reaches the first one first.
-    """
-
-    FIRST = 2 / 3
-    SECOND = 1 / 3
+    POINT = 2 / 3
 
 
 # Called with an intermediate value and the place where it is saved, or the point in the layer that
@@ -82,7 +78,7 @@ class Layer:
         trained: Sequence[int],
         kept: Arrays,
         cotangents: Sequence[jax.Array | None],
-        due: Mapping[Midway, list[jax.Array]] | None = None,
+        due: Arrays = (),
     ) -> Arrays:
         """Returns the gradients of inputs.
 
@@ -91,7 +87,7 @@ class Layer:
           kept: The values that `keep_all` returns.
           cotangents: Cotangents of the float results; None for a symbolic zero, since 0 times an
             infinite derivative is NaN.
-          due: Arrays that must be available when the backward pass reaches a point.
+          due: Arrays that must be available when the backward pass reaches `Midway`.
         """
         inputs = [
             activations.fetch(x, self.places.get(i, DEVICE), like)
@@ -106,7 +102,7 @@ class Layer:
 
             def tap(x: jax.Array, at: Place | Midway) -> jax.Array:
                 if isinstance(at, Midway):
-                    return waiting(x, due[at]) if due and due[at] else x
+                    return waiting(x, due) if due else x
                 return instead(x, activations.fetch(next(saved), at, x))
 
             floats = [x for x in self.run(full, tap, trained) if is_float(x)]

@@ -40,7 +40,7 @@ class Partition:
         layer dim), or None for a replicated leaf.
       shards: N, the number of shards.
       stacked: True if a loop of the model slices dim 0; known from the trace only, see
-        `engine/reading.py`.
+        `engine/param_plan.py`.
       model: The dim that is split over `model`, counted from the end, or None.
       model_shards: MP, the size of that axis.
       parts: R if a stored shard is split further, over `replica`; a step joins its parts first.

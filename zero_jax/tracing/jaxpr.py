@@ -454,3 +454,9 @@ class _Inliner(Rewriter):
             ]
             return [v for eqn in chosen for v in self.append(eqn, eqn.invars)]
         return self.append(eqn, values)
+
+
+def by_equation(jaxpr: jex.Jaxpr, fun: Callable[[jex.JaxprEqn], T | None]) -> dict[int, T]:
+    """Returns the values of a function that are not None, by the equation's position."""
+    values = map(fun, jaxpr.eqns)
+    return {at: value for at, value in enumerate(values) if value is not None}

@@ -26,16 +26,17 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from zero_jax.engine import repeats
-from zero_jax.engine.reading import is_own_remat
+from zero_jax.engine.lazy_param import Apart, Opener, Source, Weight, opened, whole
+from zero_jax.engine.param_plan import is_own_remat
 from zero_jax.engine.regathered import regathered
 from zero_jax.engine.replay import NONE, How, Tap, place_of, replay
 from zero_jax.engine.scans import LayerScan
 from zero_jax.engine.unrolled import UnrolledLayers
-from zero_jax.engine.weights import Apart, Form, Opener, Source, Weight, opened, whole
 from zero_jax.remat import policies, recompute
 from zero_jax.remat.policies import Place, Remat
 from zero_jax.tracing import jaxpr as equations
+from zero_jax.tracing import layer_detection
+from zero_jax.tracing.forms import Form
 
 # Operations that decide for themselves what they keep. To run one again would be dear: a loop as a
 # whole, or a function that has a gradient of its own since it should not be.
@@ -69,9 +70,9 @@ def run(
     jaxpr = closed.jaxpr
     pairs = zip(jaxpr.invars, args, strict=True)
     forms = {var: x.form for var, x in pairs if isinstance(x, Weight)}
-    runs = repeats.runs_of(jaxpr, forms)
+    runs = layer_detection.runs_of(jaxpr, forms)
     how = How(evaluate, policy, bucket_bytes=bucket_bytes, outside=outside)
-    last = max([run[0][0] for run in runs] + repeats.scans_of(jaxpr, forms), default=-1)
+    last = max([run[0][0] for run in runs] + layer_detection.scans_of(jaxpr, forms), default=-1)
     outs = evaluate(closed, args, how, runs=runs, heads=heads, last=last)
     return [opened(x) for x in outs]
 
@@ -204,7 +205,8 @@ class _Running:
     def told(self, at: int, place: Place, tap: Tap) -> None:
         """Puts in place of an equation's results what `tap` makes of them."""
         self._flush()
-        for var in self._jaxpr.eqns[at].outvars:
+        made = self._jaxpr.eqns[at].outvars
+        for var in made:
             if not isinstance(self._env.get(var), (Weight, type(None))):
                 self._env[var] = tap(self._env[var], place)
 

@@ -1,13 +1,8 @@
-"""A parameter inside the traced loss that nobody has computed with yet: what it is made of.
+"""Parameters inside the traced loss, gathered just before the first operation that computes.
 
-The loss is traced with whole arrays. When its program runs, a parameter is not there yet: its
-`Weight` stands in its place, and is opened (gathered) just before the first operation that computes
-with it. Operations that only re-arrange a parameter are put off until it is whole; one slice of a
-stack of layers is the same slice of its shards.
-
-`Form` is what a program does to a leaf before anybody computes with it. The walk that looks at
-the trace beforehand (`reading.py`) and the one that runs it (`rewrite.py`) follow it by the same
-rules, so that one foretells the other.
+The loss is traced with full arrays. When the trace is executed, a `Weight` replaces each parameter.
+Operations that only rearrange it are deferred until it is gathered, by the rules of
+`tracing/forms.py`, which `param_plan.py` follows too: so plan and execution agree.
 """
 
 import dataclasses
@@ -19,62 +14,8 @@ import jax.extend.core as jex
 
 from zero_jax.collectives import barriers
 from zero_jax.collectives.barriers import Arrays
-from zero_jax.tracing.jaxpr import LAYOUT, function, is_in, takes_elements
-
-# What does the same to a slice as to the whole.
-_CASTS = frozenset(("convert_element_type", "copy", "name", "stop_gradient"))
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """What became of a leaf up to some point of the program.
-
-    Attributes:
-      leaf: its index.
-      rank: dims of what is left of it, after slices along dim 0.
-      cut: the dim that is cut, counted from the end, or None.
-      arranged: whether an operation that waits for it to be whole does more than cast; then no
-        slice can be taken before it.
-      parted: whether it is a slice that the program took by itself, not a loop's.
-      stopped: whether it has no derivative, by a `stop_gradient` that waits for it to be whole.
-    """
-
-    leaf: int
-    rank: int
-    cut: int | None
-    arranged: bool = False
-    parted: bool = False
-    stopped: bool = False
-
-    @property
-    def may_slice(self) -> bool:
-        """Whether slices along dim 0 are the same slices of its shards."""
-        return not self.arranged and self.rank > 0 and self.cut != -self.rank
-
-    def sliced(self) -> "Form":
-        """One element along dim 0."""
-        return dataclasses.replace(self, rank=self.rank - 1)
-
-
-def put_off(eqn: jex.JaxprEqn, form: Form) -> tuple[str, Form] | None:
-    """How an operation that reads nothing but a weight is put off, and what it makes; or None.
-
-    "slice" and "unstack" are done to the shards at once, "later" waits until the leaf is whole.
-    """
-    name = eqn.primitive.name
-    if name == "unstack" and eqn.params["axis"] == 0 and form.may_slice:
-        return "unstack", dataclasses.replace(form.sliced(), parted=True)
-    if name not in LAYOUT or len(eqn.invars) != 1:
-        return None
-    if form.may_slice:
-        if name == "slice" and takes_elements(eqn):
-            return "slice", dataclasses.replace(form, parted=True)
-        if name == "squeeze" and tuple(eqn.params["dimensions"]) == (0,):
-            return "slice", dataclasses.replace(form.sliced(), parted=True)
-    arranged, stopped = name not in _CASTS, name == "stop_gradient"
-    return "later", dataclasses.replace(
-        form, arranged=form.arranged or arranged, stopped=form.stopped or stopped
-    )
+from zero_jax.tracing.forms import Form, put_off
+from zero_jax.tracing.jaxpr import function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,12 +211,3 @@ class Opener:
 def opened(value: Any) -> Any:
     """The array, of whatever."""
     return value.open() if isinstance(value, Weight) else value
-
-
-def follow(eqn: jex.JaxprEqn, forms: dict[jex.Var, Form]) -> bool:
-    """Extends `forms` by what an equation makes, if it only re-arranges a weight."""
-    mine = [a for a in eqn.invars if is_in(a, forms)]
-    made = put_off(eqn, forms[mine[0]]) if len(mine) == 1 == len(eqn.invars) else None
-    if made is not None:
-        forms.update((v, made[1]) for v in eqn.outvars)
-    return made is not None

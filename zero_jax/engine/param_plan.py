@@ -1,4 +1,4 @@
-"""Reads a trace: where each leaf is opened, how often, in which layer; which layers there are."""
+"""The plan of every parameter: where it is gathered, how often, in which layer; the layers."""
 
 import dataclasses
 import math
@@ -11,31 +11,31 @@ import jax.numpy as jnp
 
 from zero_jax.collectives import gather_scatter, lookup
 from zero_jax.collectives.gather_scatter import Wire
-from zero_jax.engine import repeats
 from zero_jax.engine.lifetimes import STEP, TOUCH, Layers, Leaf, Lifetime
 from zero_jax.engine.scans import fallback
-from zero_jax.engine.weights import Form, follow
 from zero_jax.remat import policies
 from zero_jax.remat.policies import Remat, of_jax
 from zero_jax.sharding.partition import Partition
 from zero_jax.tracing import jaxpr as equations
+from zero_jax.tracing import layer_detection
+from zero_jax.tracing.forms import Form, uses
 
 _NONE = policies.parse("none")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Read:
-    """One place where a leaf is opened.
+    """One use of a parameter.
 
     Attributes:
-      form: what it is there.
-      stacked: whether a loop takes it slice by slice.
-      loops: how many loops did so with its shards.
-      layer: which of all layers it is in, or None.
-      opening: reads of one leaf with the same opening share it.
-      by: the operation.
-      at: the equation of the loss that does it, or in which it is done.
-      rows: how many rows it takes, if that is all it does.
+      form: The parameter's form there.
+      stacked: True if a loop takes it slice by slice.
+      loops: The number of loops that slice its shards.
+      layer: The index of the layer, or None.
+      opening: Reads of one parameter with the same opening share one gather.
+      by: The name of the operation.
+      at: The equation of the loss that reads it, or that contains the read.
+      rows: The number of rows, for an operation that only takes rows.
     """
 
     form: Form
@@ -49,13 +49,13 @@ class _Read:
 
 
 class Reading:
-    """Reads a trace: where each leaf is opened, and which layers there are.
+    """Uses of every parameter in a trace, and its layers.
 
     Args:
-      jaxpr: of the loss, with calls written out; its first inputs are the leaves.
-      cuts: how each leaf is cut.
-      policy: what layers keep.
-      bucket_bytes: the most that a collective moves at once.
+      jaxpr: The loss, with inlined calls; its first inputs are the parameters.
+      cuts: The partition of each parameter.
+      policy: The remat policy.
+      bucket_bytes: The maximum bytes per collective.
     """
 
     def __init__(
@@ -63,18 +63,17 @@ class Reading:
     ):
         self._policy, self._cuts, self._bucket_bytes = policy, cuts, bucket_bytes
         self._reads: list[_Read] = []
-        # Of each layer the number of those that are alike, whether scanned, its policy and why
-        # explicit passes do not run it.
+        # For each layer: the number of such layers, whether they are scanned, the policy, and why
+        # they are not prefetched.
         self._found: list[tuple[int, bool, str, str]] = []
-        # The equation of the loss that is looked at, and those that are loops over layers which
-        # have matrix products to hide something behind.
+        # The current equation of the loss, and the last ones of prefetched layers with matmuls.
         self._jaxpr, self._at, self._loops = jaxpr, 0, list[int]()
         forms = {
             var: Form(at, len(cut.shape), cut.dim)
             for at, (var, cut) in enumerate(zip(jaxpr.invars, cuts, strict=False))
         }
         places: dict[int, tuple[int, Any]] = {}
-        for run in repeats.runs_of(jaxpr, forms):
+        for run in layer_detection.runs_of(jaxpr, forms):
             reason = "run in groups" if policy.kind == "block_sqrt" else ""
             if not reason:
                 self._loops.append(run[-1][-1])
@@ -85,15 +84,15 @@ class Reading:
 
     @property
     def layers(self) -> list[Layers]:
-        """What layers there are, alike ones together."""
+        """The layers of the loss; equal ones are one entry."""
         known = [
-            Layers(count, self._words(at), scanned, policy, fallback)
+            Layers(count, self._elements(at), scanned, policy, fallback)
             for at, (count, scanned, policy, fallback) in enumerate(self._found)
         ]
         return list(dict.fromkeys(known))
 
     def read_by(self, operation: str) -> set[int]:
-        """Which leaves are read by such operations."""
+        """Returns the parameters that such operations read."""
         return {r.form.leaf for r in self._reads if r.by == operation}
 
     def leaves(
@@ -163,11 +162,8 @@ class Reading:
         places: Mapping[int, tuple[int, Any]],
     ) -> None:
         forms = dict(forms)
-        for at, eqn in enumerate(jaxpr.eqns):
+        for at, eqn, mine in uses(jaxpr, forms):
             self._at = at if jaxpr is self._jaxpr else self._at
-            mine = [forms[a] for a in eqn.invars if equations.is_in(a, forms)]
-            if not mine or follow(eqn, forms):
-                continue
             own, shared = places.get(at, (layer, opening))
             if eqn.primitive.name == "scan":
                 self._scan(eqn, forms, loops, own, shared)
@@ -180,16 +176,17 @@ class Reading:
                 rows = self._rows(eqn, forms) if len(mine) == 1 else 0
                 for form in dict.fromkeys(mine):
                     self._read(form, loops, own, shared, eqn.primitive.name, rows=rows)
+        self._at = len(jaxpr.eqns) if jaxpr is self._jaxpr else self._at
         for form in dict.fromkeys(forms[a] for a in jaxpr.outvars if equations.is_in(a, forms)):
             self._read(form, loops, layer, opening, "return")
 
     def _rows(self, eqn: jex.JaxprEqn, forms: Mapping[jex.Var, Form]) -> int:
-        """How many rows of a leaf an equation takes, if a cast before it can come after it."""
+        """Returns how many rows an equation takes, if a cast before it can come after it."""
         table, read = eqn.invars[0], equations.rows_taken(eqn)
         if not read or not equations.is_in(table, forms):
             return 0
         leaf, fill = self._jaxpr.invars[forms[table].leaf], eqn.params["fill_value"]
-        # What is filled in for a row that is not there: NaN survives a cast to another float.
+        # The value of a missing row: NaN survives a cast to another float.
         alike = equations.is_float(leaf) and equations.is_float(table)
         survives = table is leaf or (alike and (fill is None or fill != fill))
         fills = eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
@@ -237,21 +234,21 @@ class Reading:
         place = loops, layer, own
         self._reads.append(_Read(form, stacked or loops > 0, *place, by, self._at, rows))
 
-    def _words(self, layer: int) -> int:
-        """Of the leaves that a layer reads, each counted once."""
+    def _elements(self, layer: int) -> int:
+        """Returns the elements of the parameters that a layer reads, each counted once."""
         forms = {r.form.leaf: r.form for r in self._reads if r.layer == layer}
-        return sum(_elements(self._cuts[leaf], form) for leaf, form in forms.items())
+        return sum(_elements_of(self._cuts[leaf], form) for leaf, form in forms.items())
 
 
 def _by_rows(reads: Sequence[_Read], cut: Partition, wire: Wire) -> bool:
-    """Whether a leaf is looked up where it is read: once, outside of layers."""
+    """Returns whether a parameter is looked up by rows: it is read once, outside of layers."""
     read = reads[0]
     plain = len(reads) == 1 and read.layer is None and not (read.form.arranged or read.form.parted)
     return plain and lookup.pays(cut, read.rows, wire)
 
 
 def is_own_remat(eqn: jex.JaxprEqn) -> bool:
-    """Whether it is a `jax.checkpoint` of the model's own, not of a gradient within the loss."""
+    """Returns whether it is a `jax.checkpoint` of the model, not of a gradient within the loss."""
     return eqn.primitive.name in equations.REMAT and not eqn.params.get("differentiated")
 
 
@@ -262,8 +259,8 @@ def _inside(
     return {var: forms[a] for var, a in pairs if equations.is_in(a, forms)}
 
 
-def _elements(cut: Partition, form: Form) -> int:
-    """Of what is left of a leaf, on one device."""
+def _elements_of(cut: Partition, form: Form) -> int:
+    """Returns the elements of a form of a parameter, on one device."""
     left = cut.shape[len(cut.shape) - form.rank :]
     if form.parted and form.rank == len(cut.shape):
         left = (1, *left[1:])
@@ -271,5 +268,5 @@ def _elements(cut: Partition, form: Form) -> int:
 
 
 def shared(cut: Partition) -> int:
-    """Into how many parts what is gathered is split over `model` and `experts`."""
+    """Returns the number of parts over `model` and `experts` of a gathered parameter."""
     return (1 if cut.model is None else cut.model_shards) * cut.expert_shards

@@ -1,9 +1,9 @@
-"""Finds the layers of a model that does not scan over them: stretches of its trace that repeat.
+"""Detection of unrolled layers: stretches of a trace that repeat with other parameters.
 
-Layers are neighbours: the same equations again and again, each time on other leaves. Where one
-begins and the next ends is where the least is alive between them: the layer's input, not the half
-of a norm that follows. To recompute any stretch of a program gives the same values, so what is
-found here decides on memory and overlap, never on results.
+Layers are adjacent: the same equations again and again, each time on other parameters. The boundary
+of two layers is where the fewest bytes are alive: at a layer's input, not within the norm that
+follows. Recomputing any stretch of a program gives the same values, so the layers decide on memory
+and overlap, never on results.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from typing import Any
 import jax.extend.core as jex
 import numpy as np
 
-from zero_jax.engine.weights import Form, follow
+from zero_jax.tracing.forms import Form, follow, uses
 from zero_jax.tracing.jaxpr import bytes_of, is_in, last_reads, state_of
 
 # A stretch whose own parts repeat over so much of it is several layers.
@@ -21,12 +21,12 @@ _MOST = 0.5
 
 
 def runs_of(jaxpr: jex.Jaxpr, forms: dict[jex.Var, Form]) -> list[list[list[int]]]:
-    """The runs of layers that follow on each other, in order; of each layer its equations, without
-    those that only re-arrange leaves.
+    """Returns the runs of adjacent layers, in order: for each layer the positions of its equations,
+    without those that only rearrange parameters.
 
     Args:
-      jaxpr: with its calls written out.
-      forms: of its variables that are leaves, or slices of them, what they are.
+      jaxpr: With inlined calls.
+      forms: The variables that are parameters, or slices of them.
     """
     forms = dict(forms)
     computes, reads, stops = [], [], set()
@@ -35,7 +35,7 @@ def runs_of(jaxpr: jex.Jaxpr, forms: dict[jex.Var, Form]) -> list[list[list[int]
         if mine and follow(eqn, forms):
             continue
         if eqn.primitive.name == "stop_gradient":
-            stops.add(at)  # goes with what reads it, and is no part of what repeats
+            stops.add(at)  # belongs to its reader, and is no part of the repetition
             continue
         computes.append(at)
         # Layers differ by their matrices.
@@ -57,8 +57,8 @@ def runs_of(jaxpr: jex.Jaxpr, forms: dict[jex.Var, Form]) -> list[list[list[int]
 def scans_of(jaxpr: jex.Jaxpr, forms: Mapping[jex.Var, Form]) -> list[int]:
     """Returns the equations that scan over parameters, given the variables that are parameters."""
     forms, found = dict(forms), []
-    for at, eqn in enumerate(jaxpr.eqns):
-        if not follow(eqn, forms) and eqn.primitive.name == "scan":
+    for at, eqn, _ in uses(jaxpr, forms):
+        if eqn.primitive.name == "scan":
             stacks = eqn.invars[sum(state_of(eqn)) :]
             if any(is_in(a, forms) and forms[a].may_slice for a in stacks):
                 found.append(at)
@@ -66,7 +66,7 @@ def scans_of(jaxpr: jex.Jaxpr, forms: Mapping[jex.Var, Form]) -> list[int]:
 
 
 def _key(eqn: jex.JaxprEqn, forms: dict[jex.Var, Form]) -> Any:
-    """What is the same of an operation in every layer."""
+    """Returns the properties of an equation that are the same in every layer."""
     given = tuple((is_in(a, forms), str(a.aval)) for a in eqn.invars)
     return eqn.primitive.name, given, tuple(str(v.aval) for v in eqn.outvars)
 
@@ -74,7 +74,7 @@ def _key(eqn: jex.JaxprEqn, forms: dict[jex.Var, Form]) -> Any:
 def _within(
     kinds: np.ndarray, reads: Sequence[frozenset[int]], alive: Sequence[int], start: int, stop: int
 ) -> list[list[tuple[int, int]]]:
-    """Runs of layers between two operations, each as (first, after the last) operation."""
+    """Returns runs of layers between two operations, each as (first, after the last) operation."""
     best = _longest(kinds[start:stop], reads[start:stop])
     if best is None:
         return []
@@ -94,7 +94,7 @@ def _within(
 
 
 def _longest(kinds: np.ndarray, reads: Sequence[frozenset[int]]) -> tuple[int, int, int] | None:
-    """(period, start, stop) of what repeats over most operations, the shortest such period."""
+    """Returns (period, start, stop) of the longest repetition, with the shortest such period."""
     alike: dict[int, list[int]] = {}
     for at, leaves in enumerate(reads):
         if leaves:
@@ -115,14 +115,14 @@ def _longest(kinds: np.ndarray, reads: Sequence[frozenset[int]]) -> tuple[int, i
 
 
 def _repeated(kinds: np.ndarray, period: int) -> list[tuple[int, int]]:
-    """Where every operation is again what it was a period before: at least two periods."""
+    """Returns the stretches of at least two periods in which every operation repeats."""
     same = np.concatenate([[False], kinds[:-period] == kinds[period:], [False]])
     edges = np.flatnonzero(same[1:] != same[:-1]).reshape(-1, 2)
     return [(int(a), int(b) + period) for a, b in edges if b - a >= period]
 
 
 def _other_leaves(reads: Sequence[frozenset[int]], period: int, start: int, stop: int) -> bool:
-    """Whether each period reads a leaf that the one before it does not."""
+    """Returns whether each period reads a parameter that the previous one does not."""
     for a in range(start, stop - 2 * period + 1, period):
         one = frozenset().union(*reads[a : a + period])
         two = frozenset().union(*reads[a + period : a + 2 * period])
@@ -134,7 +134,7 @@ def _other_leaves(reads: Sequence[frozenset[int]], period: int, start: int, stop
 def _cut(
     alive: Sequence[int], period: int, first: int, last: int, low: int, high: int
 ) -> list[tuple[int, int]]:
-    """Layers of one period each, cut where the least is alive between the first two of them."""
+    """Returns layers of one period, split where the fewest bytes are alive between two."""
     starts = range(first, min(first + period, last - 2 * period + 1))
     begin = min(starts, key=lambda at: alive[at + period])
     bounds = list(range(begin, last + 1, period))
@@ -149,7 +149,7 @@ def _cut(
 
 
 def _alive(jaxpr: jex.Jaxpr, weights: dict[jex.Var, Form]) -> list[int]:
-    """Bytes of activations that are alive before each equation, and after the last."""
+    """Returns the bytes of live activations before each equation, and after the last."""
     last = last_reads(jaxpr)
     change = [0] * (len(jaxpr.eqns) + 2)
     for i, eqn in enumerate(jaxpr.eqns):
