@@ -69,7 +69,13 @@ def check(target: Target, devices: int, topology: str | None = None) -> str:
         raise ValueError(
             f"`target`={target.name!r} is for predictions only, JAX does not run on it: use h100"
         )
-    _check_installed(target)
+    compilers = {"cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
+    modules = compilers.get(target.platform, ())
+    if modules and not any(map(importlib.util.find_spec, modules)):
+        raise ValueError(
+            f"compiling for {target.name} requires {modules[0]}, which is not installed: "
+            f"{install_line(target)}"
+        )
     return "" if target.platform == "cpu" else targets.topology(target, devices, topology)
 
 
@@ -112,10 +118,7 @@ def compile_for(
             profile.write_text(latencies.text(seconds))
             options[releases.LATENCIES] = str(profile)
         request = {
-            "platform": target.platform,
-            "name": target.name,
-            "config": target.config_text if target.platform == "cuda" else "",
-            "topology": topology,
+            "topology": _topology(target, topology),
             "axes": list(mesh.shape.items()),
             "donated": len(jax.tree.leaves(tuple(args[:donated]))),
             "options": options,
@@ -143,14 +146,14 @@ def not_shown(target: Target) -> tuple[str, ...]:
     return _NOT_SHOWN[target.platform]
 
 
-def _check_installed(target: Target) -> None:
-    compilers = {"cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",), "cpu": ()}
-    modules = compilers[target.platform]
-    if modules and not any(map(importlib.util.find_spec, modules)):
-        raise ValueError(
-            f"compiling for {target.name} requires {modules[0]}, which is not installed: "
-            f"{install_line(target)}"
-        )
+def _topology(target: Target, topology: str) -> dict[str, str]:
+    """Returns the arguments of `get_topology_desc` for a target; {} for CPU devices."""
+    if target.platform == "cpu":
+        return {}
+    if target.platform == "tpu":
+        return {"platform": "tpu", "topology_name": f"{target.name}:{topology}"}
+    config = {"target_config": target.config_text, "topology": topology}
+    return {"platform": "cuda", "topology_name": "any", **config}
 
 
 def _exported(target: Target, step: Callable[..., PyTree], args: Sequence[PyTree]) -> bytes:
@@ -222,8 +225,10 @@ def _child(here: pathlib.Path) -> None:
     """Compiles the exported step as requested; writes the program's text and memory sizes."""
     request = json.loads((here / "request.json").read_text())
     names, sizes = zip(*request["axes"], strict=True)
-    devices = np.array(_devices(request, math.prod(sizes))).reshape(sizes)
-    mesh = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+    described = request["topology"]
+    devices = topologies.get_topology_desc(**described).devices if described else jax.devices()
+    grid = np.array(devices[: math.prod(sizes)]).reshape(sizes)
+    mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
     exported = jax.export.deserialize(bytearray((here / "step.bin").read_bytes()))
     donated, replicated = request["donated"], NamedSharding(mesh.abstract_mesh, PartitionSpec())
     shardings = [
@@ -250,18 +255,6 @@ def _child(here: pathlib.Path) -> None:
         compiled = jitted.lower(*args).compile(compiler_options=request["options"])
     (here / "memory.json").write_text(json.dumps(auditor.memory_sizes(compiled)))
     (here / "program.txt").write_text(compiled.as_text() or "")
-
-
-def _devices(request: Mapping[str, str], count: int) -> Sequence[jax.Device]:
-    if request["platform"] == "cpu":
-        return jax.devices()[:count]
-    if request["platform"] == "tpu":
-        name = f"{request['name']}:{request['topology']}"
-        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
-    config, topology = request["config"], request["topology"]
-    return topologies.get_topology_desc(
-        "any", platform="cuda", target_config=config, topology=topology
-    ).devices
 
 
 if __name__ == "__main__":

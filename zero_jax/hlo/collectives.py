@@ -6,13 +6,13 @@ or a reduce-scatter of E elements sends E elements per device. An all-reduce is 
 sends 2E.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jax.stages import Compiled
 
 from zero_jax.hlo import replica_groups
-from zero_jax.hlo.execution_counts import Execution, executions
 from zero_jax.hlo.flops import Flops
 from zero_jax.hlo.hlo_text import Computation, Instruction, Program, parse
 
@@ -143,13 +143,36 @@ def of_program(program: Program, mesh: Mapping[str, int] | None) -> tuple[Collec
     flops = Flops(program)
     return tuple(
         _collective(execution, flops, mesh)
-        for execution in executions(program.entry)
+        for execution in _executions(program.entry)
         if execution.instruction.kind in KINDS
         if execution.instruction.attributes.get("is_host_transfer") != "true"
     )
 
 
-def _collective(execution: Execution, flops: Flops, mesh: Mapping[str, int] | None) -> Collective:
+class _Execution(NamedTuple):
+    """An instruction as it is reached from the entry computation."""
+
+    instruction: Instruction
+    callers: "tuple[_Execution, ...]"  # the loops, branches, fusions, starts around it, outer first
+    times: int | None  # per run of the program, every branch taken; None if a trip count is unknown
+
+
+def _executions(
+    computation: Computation, callers: tuple[_Execution, ...] = (), times: int | None = 1
+) -> Iterator[_Execution]:
+    """Lists the instructions of a run in order; a computation called twice is listed twice.
+
+    The work of asynchronous pairs counts where it starts.
+    """
+    for i in computation.instructions.values():
+        execution = _Execution(i, callers, times)
+        yield execution
+        for called, trips in i.calls:
+            all_times = None if times is None or trips is None else times * trips
+            yield from _executions(called, (*callers, execution), all_times)
+
+
+def _collective(execution: _Execution, flops: Flops, mesh: Mapping[str, int] | None) -> Collective:
     i = execution.instruction
     # Operands look alike everywhere; results differ between plain, start and wrapped forms.
     operands = i.inputs[:1] if i.kind in _FIRST_OPERAND else i.inputs
@@ -162,7 +185,7 @@ def _collective(execution: Execution, flops: Flops, mesh: Mapping[str, int] | No
     full = groups.size if i.kind == "all-gather" else 1
     around = [caller.instruction for caller in execution.callers]
     loops = [caller for caller in around if caller.kind == "while"]
-    start = next((x for x in (i, *reversed(around)) if only_starts(x)), None)
+    start = next((x for x in (i, *reversed(around)) if x.asynchronous), None)
     return Collective(
         kind=i.kind,
         dtype=",".join(sorted({a.dtype for a in arrays})),
@@ -180,14 +203,6 @@ def _collective(execution: Execution, flops: Flops, mesh: Mapping[str, int] | No
         in_loop=bool(loops),
         in_layers=any(_has_products(loop.called[0], flops) for loop in loops),
     )
-
-
-def only_starts(i: Instruction) -> bool:
-    """Returns whether it runs concurrently with the instructions after it.
-
-    JAX 0.10 marks blocking collectives of a GPU as starts too.
-    """
-    return i.kind != i.opcode and '"is_sync":true' not in i.config
 
 
 def _has_products(computation: Computation, flops: Flops) -> bool:

@@ -5,15 +5,61 @@ their trips) and library calls; elementwise work is not counted. XLA's own count
 programs that were compiled without a GPU.
 """
 
+import functools
 import math
 import re
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
-from zero_jax.hlo.execution_counts import Totals
-from zero_jax.hlo.hlo_text import Instruction, Program
+from zero_jax.hlo.hlo_text import Computation, Instruction, Program
 
+Cost: TypeAlias = tuple[float, ...]
 _GEMM = re.compile(r"__cublas\$|__onednn\$matmul|__triton_gemm")
 _CONVOLUTION = re.compile(r"__cudnn\$conv")
 _NO_WORK = re.compile(r"AllocateBuffer$")
+
+
+class Totals:
+    """Adds up a cost: loops times their trips, of a conditional the most expensive branch.
+
+    Args:
+      cost: Cost of an instruction with all that it calls, its first number the one by which
+        branches are compared; None for an instruction that costs as much as what it calls.
+      nothing: The cost of nothing, as many zeros.
+    """
+
+    def __init__(self, cost: Callable[[Instruction], Cost | None], nothing: Cost):
+        self._cost, self._nothing = cost, nothing
+        self.computation = functools.cache(self._computation)
+
+    def _computation(self, computation: Computation) -> Cost:
+        """Returns the cost of one run of a computation."""
+        return self._sum((self.instruction(i), 1) for i in computation.instructions.values())
+
+    def instruction(self, i: Instruction) -> Cost:
+        """Returns the cost of one run of an instruction.
+
+        Raises:
+          ValueError: A loop with a cost has an unknown trip count.
+        """
+        cost = self._cost(i)
+        if cost is not None:
+            return cost
+        inside = [(self.computation(called), times) for called, times in i.calls]
+        if i.kind == "conditional":
+            return max((cost for cost, _ in inside), default=self._nothing)
+        if any(times is None and any(cost) for cost, times in inside):
+            raise ValueError(
+                f"the loop {i.name} has no trip count in the program, so its cost is unknown: "
+                "use a loop of fixed length (jax.lax.scan)"
+            )
+        return self._sum((cost, times or 0) for cost, times in inside)
+
+    def _sum(self, parts: Iterable[tuple[Cost, int]]) -> Cost:
+        total = self._nothing
+        for cost, times in parts:
+            total = tuple(a + times * b for a, b in zip(total, cost, strict=True))
+        return total
 
 
 class Flops(Totals):
@@ -64,7 +110,7 @@ def _products(i: Instruction) -> tuple[int] | None:
 
 def _result(i: Instruction) -> tuple[int, ...]:
     """Returns the dims of its result, which a start wraps as ((operands), result, context)."""
-    return i.arrays[i.element_counts[0] if i.shape.startswith("((") else 0].dims
+    return i.arrays[i.element(1).start if i.shape.startswith("((") else 0].dims
 
 
 def _dot(i: Instruction, contracting: str) -> int:

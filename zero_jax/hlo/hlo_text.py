@@ -65,6 +65,11 @@ class Instruction:
         known = self.computation.instructions
         return [known[name] for name in self.operands if name in known]
 
+    @property
+    def users(self) -> "list[Instruction]":
+        """The instructions that read its result."""
+        return [i for i in self.computation.instructions.values() if self.name in i.operands]
+
     @functools.cached_property
     def arrays(self) -> tuple[Array, ...]:
         """The arrays of the result, tuples flattened."""
@@ -84,10 +89,11 @@ class Instruction:
         """Bytes of the whole result."""
         return sum(array.bytes for array in self.arrays)
 
-    @property
-    def element_counts(self) -> list[int]:
-        """Number of arrays in each element of a tuple; [1] for an array."""
-        return _element_counts(self.shape)
+    def element(self, index: int) -> slice:
+        """Returns the positions of the arrays of one element of its tuple."""
+        counts = [len(_ARRAY.findall(part)) for part in _split(self.shape[1:-1], ",")]
+        start = sum(counts[:index])
+        return slice(start, start + counts[index])
 
     @functools.cached_property
     def kind(self) -> str:
@@ -100,6 +106,14 @@ class Instruction:
         return self.opcode.endswith(("-update", "-done"))
 
     @property
+    def asynchronous(self) -> bool:
+        """True if it runs concurrently with the instructions after it.
+
+        JAX 0.10 marks blocking collectives of a GPU as starts too.
+        """
+        return self.kind != self.opcode and '"is_sync":true' not in self.config
+
+    @property
     def config(self) -> str:
         """The backend's notes."""
         return self.attributes.get("backend_config", "")
@@ -110,14 +124,9 @@ class Instruction:
         return self.attributes.get("custom_call_target", "").strip('"')
 
     @property
-    def metadata(self) -> str:
-        """Its origin in the traced program, as XLA writes it."""
-        return self.attributes.get("metadata", "")
-
-    @property
     def op_name(self) -> str:
         """Its operation in the traced program; "" if XLA does not report it."""
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.metadata)
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes.get("metadata", ""))
         return found[1] if found else ""
 
     @functools.cached_property
@@ -134,11 +143,18 @@ class Instruction:
         return [self.computation.program[name] for name in names]
 
     @property
-    def aliases(self) -> list[tuple[int, int]]:
-        """`(array of the result, operand)` pairs that share memory according to the text."""
-        text = self.attributes.get("output_to_operand_aliasing", "")
-        found = re.findall(r"\{(\d*)\}: \((\d+), \{\}", text)
-        return [(sum(self.element_counts[: int(at or 0)]), int(of)) for at, of in found]
+    def trip_count(self) -> int | None:
+        """Iterations of a loop; None if XLA found none. It writes JSON, escaped JSON or {n=5}."""
+        found = re.search(r"known_trip_count\W+n\W+(\d+)", self.config)
+        return int(found[1]) if found else None
+
+    @property
+    def calls(self) -> "list[tuple[Computation, int | None]]":
+        """The computations that it runs, and how often each; None if the trip count is unknown."""
+        if self.kind != "while":
+            return [(called, 1) for called in self.called]
+        (body, condition), trips = self.called, self.trip_count
+        return [(body, trips), (condition, None if trips is None else trips + 1)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,14 +182,6 @@ class Computation:
         return self.root.inputs if self.root.opcode == "tuple" else [self.root]
 
 
-class Frame(NamedTuple):
-    """A line of source and the id of the frame that called it (0: none)."""
-
-    file: str
-    line: int
-    caller: int
-
-
 @dataclass(frozen=True, eq=False)
 class Program:
     """A parsed HLO module."""
@@ -181,7 +189,7 @@ class Program:
     computations: Mapping[str, Computation]
     entry: Computation
     num_devices: int
-    frames: Mapping[int, Frame]  # source lines by id
+    frames: Mapping[int, tuple[str, int]]  # by id: file and line, id of the caller (0: none)
     donated: frozenset[int]  # arguments whose memory an output reuses
 
     def source(self, instruction: Instruction) -> str:
@@ -189,17 +197,15 @@ class Program:
 
         The innermost line outside installed packages and this library, else the innermost.
         """
-        found = re.search(r"stack_frame_id=(\d+)", instruction.metadata)
+        found = re.search(r"stack_frame_id=(\d+)", instruction.attributes.get("metadata", ""))
         at = int(found[1]) if found else 0
-        lines: list[Frame] = []
+        lines: list[str] = []
         while at in self.frames and len(lines) < len(self.frames):
-            lines.append(self.frames[at])
-            at = self.frames[at].caller
-        if not lines:
-            return ""
-        frame = next((f for f in lines if not _is_library(f.file)), lines[0])
-        folder_and_file = re.split(r"[/\\]", frame.file)[-2:]
-        return f"{'/'.join(folder_and_file)}:{frame.line}"
+            line, at = self.frames[at]
+            lines.append(line)
+        own = (line for line in lines if not _is_library(line))
+        folder_and_file = re.split(r"[/\\]", next(own, lines[0] if lines else ""))[-2:]
+        return "/".join(folder_and_file)
 
 
 def _is_library(file: str) -> bool:
@@ -230,18 +236,16 @@ def parse(text: str) -> Program:
     return Program(computations, entry, math.prod(map(int, counts)), _frames(text), donated)
 
 
-def _frames(text: str) -> dict[int, Frame]:
+def _frames(text: str) -> dict[int, tuple[str, int]]:
     """Returns the tables of source lines at the head of a module; {} if there are none."""
     head = text.partition("\n%")[0].partition("\nENTRY ")[0]
     named = head.partition("\nFileNames\n")[2].partition("\n\n")[0]
     files = dict(re.findall(r'(\d+) "(.*)"', named))
-    places = {
-        key: (files[file], int(line))
-        for key, file, line in re.findall(r"(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", head)
-    }
+    places = re.findall(r"(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", head)
+    lines = {key: f"{files[file]}:{line}" for key, file, line in places}
     frames = re.findall(r"(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", head)
     # XLA prints the parent plus one, so that a frame without one names itself or 1.
-    return {int(key): Frame(*places[place], int(parent) - 1) for key, place, parent in frames}
+    return {int(key): (lines[place], int(parent) - 1) for key, place, parent in frames}
 
 
 def _instruction(line: str, computation: Computation) -> Instruction:
@@ -272,10 +276,3 @@ def _split(text: str, separator: str) -> list[str]:
             start = token.end()
         depth += (token[0] in "([{") - (token[0] in ")]}")
     return [piece.strip() for piece in (*pieces, text[start:]) if piece.strip()]
-
-
-def _element_counts(shape: str) -> list[int]:
-    if not shape.startswith("("):
-        return [0 if shape.startswith(("token", "opaque")) else 1]
-    inside = shape[1 : shape.rindex(")")]
-    return [sum(_element_counts(part)) for part in _split(inside, ",")]

@@ -48,14 +48,10 @@ def traffic_bytes(i: Instruction) -> int:
     )
 
 
-def _users(value: Instruction) -> list[Instruction]:
-    return [i for i in value.computation.instructions.values() if value.name in i.operands]
-
-
 def _demand(value: Instruction, made: _Updates) -> float:
     """Returns the elements of a value that the rest of a fusion reads, infinite for all."""
     elements = math.inf if value in value.computation.results else 0.0
-    for user in _users(value):
+    for user in value.users:
         if user.opcode in _RESHAPES:
             elements += _demand(user, made)
         else:
@@ -79,7 +75,7 @@ def _in_place(inside: Computation) -> _Updates:
         inside.results[position]: update
         for position, update, parameter in updates(inside)
         # Nothing else reads the updated array.
-        if len(_users(update)) < 2 and parameter.bytes == inside.results[position].bytes
+        if len(update.users) < 2 and parameter.bytes == inside.results[position].bytes
     }
 
 

@@ -16,13 +16,12 @@ The numbers fit the scheduler's model of the machine, and are not times:
   to its double.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from zero_jax.hlo import roofline
 from zero_jax.hlo.collectives import Collective
-from zero_jax.hlo.execution_counts import executions
 from zero_jax.hlo.flops import Flops
-from zero_jax.hlo.hlo_text import Program
+from zero_jax.hlo.hlo_text import Computation, Instruction, Program
 from zero_jax.hlo.targets import Target
 
 SUFFIX = ".pbtxt"
@@ -39,9 +38,15 @@ def of(
       target: As for `roofline.step_time`.
       at_once: Number of collectives that XLA runs at a time.
     """
-    latencies = _kernels(program, target)
-    timeline = roofline.play(program, collectives, target)
-    for_the_update = _only_for_the_update(program)
+    flops = Flops(program)
+    kernels = roofline.kernels(target, flops)
+    latencies = {
+        i.name: seconds
+        for i in _launched(program.entry)
+        if (seconds := kernels.instruction(i)[0]) and i.kind not in roofline.CALLS
+    }
+    timeline = roofline.Timeline(flops, collectives, target)
+    for_the_update = _only_for_the_update(flops)
     for c in collectives:
         if c.name in timeline.delays:
             latency = at_once * timeline.transfers[c.name].seconds
@@ -63,20 +68,17 @@ def text(seconds: Mapping[str, float]) -> str:
     )
 
 
-def _kernels(program: Program, target: Target) -> dict[str, float]:
-    """Returns the seconds of kernels by the names of their instructions."""
-    totals = roofline.kernels(target, Flops(program))
-    return {
-        i.name: seconds
-        for i, callers, _ in executions(program.entry)
-        if all(caller.instruction.kind in roofline.CALLS for caller in callers)
-        if (seconds := totals.instruction(i)[0]) and i.kind not in roofline.CALLS
-    }
+def _launched(computation: Computation) -> Iterator[Instruction]:
+    """Lists the instructions of a run, without those inside kernels."""
+    for i in computation.instructions.values():
+        yield i
+        for called in i.called if i.kind in roofline.CALLS else ():
+            yield from _launched(called)
 
 
-def _only_for_the_update(program: Program) -> set[str]:
+def _only_for_the_update(flops: Flops) -> set[str]:
     """Returns instructions of the step itself, outside loops, that no matrix product waits for."""
-    flops, step = Flops(program), program.entry.instructions
+    step = flops.program.entry.instructions
     awaited: set[str] = set()
     for i in reversed(step.values()):
         if i.name in awaited or flops.count(i):

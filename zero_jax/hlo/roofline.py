@@ -4,23 +4,24 @@ XLA's schedule has the kernels, the bytes each reads and writes, and the collect
 concurrently. A kernel takes the longer of its matrix products and its memory traffic at the
 target's peaks (Williams, Waterman and Patterson, "Roofline", CACM 52(4), 2009). A collective
 takes the time of a ring; collectives run one after the other on one interconnect. The device waits
-for communication that no matrix product overlaps (timeline.py):
+for communication that no matrix product overlaps:
 
   step = sum of max(FLOPs / peak, bytes / bandwidth) over kernels + exposed communication time.
 """
 
 import collections
+import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from zero_jax.hlo import replica_groups
 from zero_jax.hlo.collectives import KINDS, Collective
-from zero_jax.hlo.execution_counts import Cost, Totals
-from zero_jax.hlo.flops import Flops
-from zero_jax.hlo.hlo_text import VIEWS, Instruction, Program
+from zero_jax.hlo.flops import Cost, Flops, Totals
+from zero_jax.hlo.hlo_text import VIEWS, Computation, Instruction, Program
 from zero_jax.hlo.kernels import traffic_bytes
 from zero_jax.hlo.targets import Target
-from zero_jax.hlo.timeline import Timeline, Transfer
 
 # They move nothing in device memory; collectives take time on the interconnect.
 _NO_KERNEL = VIEWS | KINDS | {"parameter", "constant", "after-all", "domain", "recv"}
@@ -108,7 +109,7 @@ def step_time(
         )
     flops = Flops(program)
     seconds, work, traffic = kernels(target, flops).computation(program.entry)
-    clock = play(program, collectives, target).clock
+    clock = Timeline(flops, collectives, target).clock
     step = seconds + clock.waited
     fraction = model_flops / target.flops / step if model_flops and step else None
     return StepTime(
@@ -144,14 +145,122 @@ def format_step_time(t: StepTime) -> str:
     return "\n".join(lines)
 
 
-def play(program: Program, collectives: Sequence[Collective], target: Target) -> Timeline:
-    """Returns the timeline of the collectives on a target; arguments as for `step_time`."""
-    flops = Flops(program)
-    return Timeline(
-        program,
-        lambda i: flops.count(i) / target.flops,
-        {c.name: _transfer(c, program.num_devices, target) for c in collectives if c.sent_elements},
-    )
+class Transfer(NamedTuple):
+    """Load of the interconnect by one run of a collective."""
+
+    seconds: float
+    bytes: float
+
+
+@dataclass
+class Clock:
+    """Progress of the device and of the interconnect."""
+
+    now: float = 0.0  # seconds of products and of waiting so far
+    free: float = 0.0  # when all that was started is sent
+    waited: float = 0.0
+    communication_seconds: float = 0.0
+    communication_bytes: float = 0.0
+
+    @property
+    def behind(self) -> float:
+        """Seconds for which the interconnect is busy from now on."""
+        return max(0.0, self.free - self.now)
+
+    def send(self, transfer: Transfer) -> float:
+        """Starts a transfer; returns when it ends."""
+        self.free = max(self.now, self.free) + transfer.seconds
+        self.communication_seconds += transfer.seconds
+        self.communication_bytes += transfer.bytes
+        return self.free
+
+    def wait(self, end: float) -> None:
+        """Lets the device wait until then."""
+        self.waited += max(0.0, end - self.now)
+        self.now = max(self.now, end)
+
+    def repeat(self, before: "Clock", times: int) -> None:
+        """Repeats all that has happened since `before`."""
+        self.free += times * (self.now - before.now)
+        for name in ("now", "waited", "communication_seconds", "communication_bytes"):
+            now = getattr(self, name)
+            setattr(self, name, now + times * (now - getattr(before, name)))
+
+
+class Timeline:
+    """The schedule of a program, played through.
+
+    Matrix products take their time, other instructions none. There is one interconnect: a
+    collective starts when those before it have ended. It ends when its bytes are sent, and where
+    the program needs its result earlier, the device waits.
+
+    Attributes:
+      clock: The clock at the end of the program.
+      transfers: Load of the interconnect by the collectives, by their names.
+      delays: Seconds by which the last run of each collective could have started earlier, when its
+        operands were computed or received, by its name.
+    """
+
+    def __init__(self, flops: Flops, collectives: Sequence[Collective], target: Target):
+        self._flops, self._target, program = flops, target, flops.program
+        self.transfers = {
+            c.name: _transfer(c, program.num_devices, target)
+            for c in collectives
+            if c.sent_elements
+        }
+        self.clock, self.delays = Clock(), dict[str, float]()
+        self._play(program.entry)
+
+    def _play(self, computation: Computation, *, waits: bool = True) -> float:
+        """Plays a computation, in which the device waits or not; returns when all is sent."""
+        ends: dict[str, float] = {}  # of operations that were started
+        begin, ready_at = self.clock.now, dict[str, float]()
+        for i in computation.instructions.values():
+            ready = max((ready_at.get(name, begin) for name in i.operands), default=begin)
+            before = self.clock.now
+            if i.continues:
+                end = max((ends[name] for name in i.operands if name in ends), default=before)
+            else:
+                end = self._one(i, ready)
+            blocks = i.opcode.endswith("-done") if i.continues else not i.asynchronous
+            if blocks and waits:
+                self.clock.wait(end)
+            else:
+                ends[i.name] = end
+            ready_at[i.name] = ready if end <= before else max(ready, end)
+        return max(ends.values(), default=self.clock.now)
+
+    def _one(self, i: Instruction, ready: float) -> float:
+        """Plays an instruction; returns when all that it sends is sent."""
+        if i.name in self.transfers:
+            self.delays[i.name] = max(self.clock.now, self.clock.free) - ready
+            return self.clock.send(self.transfers[i.name])
+        match i.kind:
+            case "while":
+                self._loop(i.called[0], i.trip_count or 0)
+            case "conditional":
+                self._most_expensive(i.called)
+            case "call" | "async":
+                return max(self._play(called, waits=not i.asynchronous) for called in i.called)
+            case _:
+                self.clock.now += self._flops.count(i) / self._target.flops
+        return self.clock.now
+
+    def _loop(self, body: Computation, trips: int) -> None:
+        for remaining in reversed(range(trips)):
+            before = dataclasses.replace(self.clock)
+            self._play(body)
+            if math.isclose(self.clock.behind, before.behind, abs_tol=1e-12):
+                self.clock.repeat(before, remaining)  # all others are like this one
+                return
+
+    def _most_expensive(self, branches: Sequence[Computation]) -> None:
+        before, ends = self.clock, []
+        for branch in branches:
+            self.clock = dataclasses.replace(before)
+            self._play(branch)
+            ends.append(self.clock)
+        self.clock = max(ends, key=lambda clock: clock.now)
 
 
 def kernels(target: Target, flops: Flops) -> Totals:

@@ -1,14 +1,14 @@
 """Ahead-of-time targets: device descriptions for XLA, and their peak rates.
 
-Figures are the vendors' dense peaks, per device and direction; a run reaches less. GB is 1e9 bytes.
-Sources: NVIDIA's data sheets of V100, A100, H100, H200 and B200 and of the DGX systems that hold
-them; Google Cloud's page on TPU v5p; for the limits of a core the CUDA programming guide (table of
-compute capabilities) and, for L2, clock and memory, the values that such a device reports.
+`targets.yaml` has the figures of each device.
 """
 
 import dataclasses
+import importlib.resources
 import itertools
 import math
+
+import yaml  # type: ignore[import-untyped]
 
 from zero_jax.names import unknown
 
@@ -99,97 +99,11 @@ gpu_device_info {{
 """
 
 
-_H100 = Target(
-    "h100",
-    "cuda",
-    "NVIDIA H100 80GB HBM3",
-    memory_bytes=84942979072,
-    flops=989.4e12,
-    memory_bandwidth=3352.32e9,
-    host_devices=8,
-    fast_wire=450e9,  # NVLink 4; one 400 Gb/s card a GPU
-    slow_wire=50e9,
-    host_memory=250 * 10**9,  # DGX: 2 TB for 8
-    host_wire=64e9,  # PCIe 5, 16 lanes
-    compute_capability=(9, 0),
-    cores=132,
-    core_limits=(233472, 232448, 128),
-    l2_bytes=52428800,
-    clock_ghz=1.98,
-)
-_H200 = dataclasses.replace(
-    _H100,
-    name="h200",
-    description="NVIDIA H200",
-    memory_bytes=151397597184,
-    memory_bandwidth=4800e9,
-)
-_A100 = dataclasses.replace(
-    _H100,  # in a host of the same size
-    name="a100",
-    description="NVIDIA A100-SXM4-80GB",
-    memory_bytes=85100068864,
-    flops=312e12,
-    memory_bandwidth=2039.04e9,
-    fast_wire=300e9,  # NVLink 3; one 200 Gb/s card a GPU
-    slow_wire=25e9,
-    host_wire=32e9,  # PCIe 4, 16 lanes
-    compute_capability=(8, 0),
-    cores=108,
-    core_limits=(167936, 166912, 64),
-    l2_bytes=41943040,
-    clock_ghz=1.41,
-)
-_B200 = dataclasses.replace(
-    _H100,  # the same host, and the same limits of a core
-    name="b200",
-    description="NVIDIA B200",
-    memory_bytes=191514411008,
-    flops=2250e12,
-    memory_bandwidth=7672.32e9,
-    fast_wire=900e9,  # NVLink 5
-    compute_capability=(10, 0),
-    cores=148,
-    l2_bytes=132644864,
-    clock_ghz=1.965,
-)
-_V5P = Target(
-    "v5p",
-    "tpu",
-    "TPU v5p",
-    memory_bytes=95000000000,
-    flops=459e12,
-    memory_bandwidth=2765e9,
-    host_devices=4,
-    fast_wire=300e9,  # ICI: 4800 Gb/s a chip, both ways, 3 dims
-    slow_wire=300e9,
-)
-# The paper's device: for closed forms only, since JAX 0.10 and later do not run on it.
-_V100 = Target(
-    "v100-32gb",
-    "cuda",
-    "Tesla V100-SXM3-32GB",
-    memory_bytes=32000000000,
-    flops=125e12,
-    memory_bandwidth=900e9,
-    host_devices=16,
-    fast_wire=150e9,  # DGX-2: NVSwitch; 800 Gb/s for 16 GPUs
-    slow_wire=6.25e9,
-    host_memory=93 * 10**9,  # 1.5 TB for 16
-    host_wire=16e9,  # PCIe 3, 16 lanes
-)
-_CPU = Target(
-    "cpu",
-    "cpu",
-    "forced CPU devices",
-    memory_bytes=0,
-    flops=math.nan,
-    memory_bandwidth=math.nan,
-    host_devices=1,
-    fast_wire=math.nan,
-    slow_wire=math.nan,
-)
-TARGETS = {t.name: t for t in (_H100, _H200, _A100, _B200, _V5P, _V100, _CPU)}
+_FILE = importlib.resources.files(__package__) / "targets.yaml"
+TARGETS: dict[str, Target] = {}
+for _name, _fields in yaml.safe_load(_FILE.read_text("utf-8")).items():
+    _tuples = {key: tuple(x) for key, x in _fields.items() if isinstance(x, list)}
+    TARGETS[_name] = Target(_name, **(_fields | _tuples))
 
 
 def target(name: str | Target) -> Target:
