@@ -102,17 +102,18 @@ class _Schedule:
     def __init__(self, program: Program):
         self._program = program
         self.steps: list[tuple[Instruction, list[list[_Buffer]], list[_Buffer]]] = []
-        # Buffers with one memory: before, in and after a loop; of a branch and of its conditional.
-        self._same: list[tuple[_Buffer, ...]] = []
+        # Buffers that are outside if one of the first is. Those before, in and after a loop have
+        # one memory, and so have a result of a branch and that of its conditional.
+        self._same: list[tuple[list[_Buffer], list[_Buffer]]] = []
         for buffer in self._walk(program.entry, None):
             buffer.outside = True
         spreading = True
         while spreading:
             spreading = False
-            for same in self._same:
-                if (same[0].outside or same[-1].outside) and not all(b.outside for b in same):
+            for first, buffers in self._same:
+                if any(b.outside for b in first) and not all(b.outside for b in buffers):
                     spreading = True
-                    for buffer in same:
+                    for buffer in buffers:
                         buffer.outside = True
 
     def _walk(
@@ -147,7 +148,8 @@ class _Schedule:
             for b, keep in zip(state, _passed_on(body), strict=True)
         ]
         results = self._walk(body, [inside])
-        self._walk(condition, [results])
+        for buffer in self._walk(condition, [results]):
+            buffer.outside |= buffer.made_by.computation is condition  # a single flag
         end = len(self.steps)
         out = []
         for before, during, after in zip(state, inside, results, strict=True):
@@ -157,25 +159,26 @@ class _Schedule:
                 before.dies = max(before.dies, start - 1)
                 result = _Buffer(before.made_by, before.position, end)
                 _update([before, after])
-                self._same.append((before, during, after, result))
+                self._same.append(([before, result], [before, during, after, result]))
             out.append(result)
         return out
 
     def _branches(self, i: Instruction, operands: list[list[_Buffer]]) -> list[_Buffer]:
-        choice = i.opcode == "conditional"
-        arguments = [[branch] for branch in operands[1:]] if choice else [operands]
-        held = _joined(operands)
-        results = [
-            self._walk(called, each) for called, each in zip(i.called, arguments, strict=True)
+        # The caller holds the operands throughout.
+        held = [
+            [_Buffer(b.made_by, b.position, len(self.steps), outside=True) for b in operand]
+            for operand in operands
         ]
+        arguments = [[x] for x in held[1:]] if i.opcode == "conditional" else [held]
+        pairs = zip(i.called, arguments, strict=True)
+        results = [self._walk(called, each) for called, each in pairs]
         end = len(self.steps)
-        for buffer in held:
+        for buffer in _joined(operands):
             buffer.dies = end - 1
         out = _update(_Buffer(i, at, end) for at in range(len(i.arrays)))
-        for pair in (pair for made in results for pair in zip(made, out, strict=True)):
-            if pair[0] not in held:
-                _update(pair)
-                self._same.append(pair)
+        for inside in results:
+            _update(inside)
+            self._same += [([b], [a]) for a, b in zip(inside, out, strict=True)]
         return out
 
     def _results(self, i: Instruction, operands: list[list[_Buffer]]) -> list[_Buffer]:
