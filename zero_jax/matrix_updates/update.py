@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.extend.core as jex
@@ -14,10 +13,9 @@ from zero_jax.matrix_updates.regions import Region, ShardedProgram
 from zero_jax.matrix_updates.units import units
 from zero_jax.sharding.mesh import MODEL, REPLICA, AnyMesh, data_axis, model_size, names
 from zero_jax.sharding.partition import Partition, partition
+from zero_jax.sharding.paths import PyTree
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.dataflow import Dims, needed
-
-PyTree = Any
 
 
 def run(

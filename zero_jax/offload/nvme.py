@@ -32,7 +32,6 @@ from numpy.typing import DTypeLike
 
 from zero_jax.offload.host import Offload, Operands, PiecewiseUpdate, applied, as_stored
 from zero_jax.sharding import layout
-from zero_jax.sharding.mesh import names
 from zero_jax.sharding.partition import Partition, partition
 from zero_jax.sharding.paths import Padded, PyTree
 
@@ -176,11 +175,6 @@ class FileArray:
         """Elements of a shard."""
         return math.prod(self.cut.device_shape)
 
-    @property
-    def flat(self) -> PartitionSpec:
-        """The partition spec of flat shards."""
-        return PartitionSpec(tuple(x for axis in self.cut.stored_spec for x in names(axis or ())))
-
     @functools.cached_property
     def keys(self) -> dict[jax.Device, str]:
         """Names in the store of the shards of this process: the array's, and where it starts."""
@@ -194,15 +188,13 @@ class FileArray:
         return sorted(set(self.keys.values()))
 
     def fetch(self, step: int | None = None, part: slice | None = None) -> jax.Array:
-        """Returns the array of a step, or a flat array of the same part of every flat shard."""
+        """Returns the array of a step, or the same part of the flat shard of every device."""
         store = self.files.store
         step = store.step if step is None else step
         views = {name: store.view(step, name) for name in self.names}
         shape, sharding = self.shape, self.sharding
         if part is not None:
-            shards = math.prod(shape) // self.size
-            shape = ((part.stop - part.start) * shards,)
-            sharding = NamedSharding(self.files.mesh, self.flat)
+            shape, sharding = (sharding.mesh.size * (part.stop - part.start),), self.files.flat
             views = {name: view.reshape(-1)[part] for name, view in views.items()}
         copies = {name: np.array(view) for name, view in views.items()}
         arrays = [jax.device_put(copies[name], device) for device, name in self.keys.items()]
@@ -257,6 +249,7 @@ class StateFiles:
         resume: bool,
     ):
         self.mesh, self._offload, self._tx, self._update = update.mesh, offload, tx, update
+        self.flat = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
         self._guard, self._next_guard = guard, next_guard
         full = jax.eval_shape(layout.unpad, params)
         self.abstract = jax.eval_shape(tx.init, full)
@@ -396,8 +389,7 @@ class StateFiles:
     def _program(self, at: int, size: int) -> Callable[..., tuple[jax.Array, ...]]:
         """Returns a program: the parameter with a new piece, and pieces of states and parameter."""
         update, spec = self._update, self._update.splits[at].stored_spec
-        states = update.recipes[at].outputs[1:]
-        flat, replicated = self.state[states[0] - len(update.splits)].flat, PartitionSpec()
+        states, flat, replicated = update.recipes[at].outputs[1:], self.flat.spec, PartitionSpec()
 
         def local(
             param: jax.Array,
