@@ -5,7 +5,6 @@ optimizers can be trained in one program.
 """
 
 import dataclasses
-import types
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -379,19 +378,17 @@ class ZeroChoice(auto.Choice):
 #   zero-100b  P_os+g + ZeRO-R             the paper's implementation: c4
 # Constant-size buffers (CB) and static memory planning (MD) are always on. P_a needs a `model`
 # axis, of 16 devices in the paper. Source: ZeRO (arXiv:1910.02054), section 10.1 and table 3.
-_PAPER_CONFIGS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
-    {
-        "c1": {"stage": 1, "remat": "block"},
-        "c2": {"stage": 1, "remat": "block@partitioned"},
-        "c3": {"stage": 2, "remat": "block"},
-        "c4": {"stage": 2, "remat": "block@partitioned"},
-        "c5": {"stage": 2, "remat": "block@partitioned+host"},
-        "zero-100b": {"stage": 2, "remat": "block@partitioned"},
-    }
-)
+_PAPER_CONFIGS: Mapping[str, tuple[Stage, str]] = {
+    "c1": (1, "block"),
+    "c2": (1, "block@partitioned"),
+    "c3": (2, "block"),
+    "c4": (2, "block@partitioned"),
+    "c5": (2, "block@partitioned+host"),
+    "zero-100b": (2, "block@partitioned"),
+}
 
 
-def paper_config(name: str) -> Mapping[str, Any]:
+def paper_config(name: str) -> dict[str, Any]:
     """Returns the settings of a configuration of the paper: `Zero(mesh, **paper_config("c4"))`.
 
     Args:
@@ -405,4 +402,5 @@ def paper_config(name: str) -> Mapping[str, Any]:
     """
     if name not in _PAPER_CONFIGS:
         raise ValueError(unknown("paper_config", name, _PAPER_CONFIGS))
-    return _PAPER_CONFIGS[name]
+    stage, remat = _PAPER_CONFIGS[name]
+    return {"stage": stage, "remat": remat}

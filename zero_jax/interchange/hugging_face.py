@@ -38,12 +38,14 @@ class Tensors:
       layout: The tensors of a model.
 
     Attributes:
+      files, layout: As given.
       left_out: Names that no model of the layout needs.
       problems: Sentences about tensors that are missing, unknown, twice, or of another shape.
     """
 
     def __init__(self, where: pathlib.Path, files: Files, layout: hf.Layout):
-        self._where, self._files, self._places = where, files, layout.by_path
+        self.files, self.layout = files, layout
+        self._where, self._places = where, layout.by_path
         self._names: dict[str, str] = {}  # in the files, by full name
         self.left_out, self.problems = list[str](), list[str]()
         for name in files.kinds:
@@ -65,12 +67,12 @@ class Tensors:
         if self._tied is None:
             return
         head, embedding = self._tied
-        is_equal = self._files.kinds[head] == self._files.kinds[embedding]
-        rows, width = self._files.kinds[embedding][0]
+        is_equal = self.files.kinds[head] == self.files.kinds[embedding]
+        rows, width = self.files.kinds[embedding][0]
         at_once = max(1, _AT_ONCE // width)
         for start in range(0, rows if is_equal else 0, at_once):
             box = (start, 0), (min(start + at_once, rows), width)
-            a, b = (self._files.read(name, *box) for name in self._tied)
+            a, b = (self.files.read(name, *box) for name in self._tied)
             is_equal = is_equal and np.array_equal(a, b)
         if not is_equal:
             raise ValueError(f"{self._where}: {head} differs from {embedding}, but they are tied")
@@ -80,7 +82,7 @@ class Tensors:
         places = self._places[path]
         for place in places.values():
             name = self._names[place.name]
-            kind = self._files.kinds[name][1]
+            kind = self.files.kinds[name][1]
             if kind not in DTYPES or not (rounded or jnp.promote_types(kind, dtype) == dtype):
                 raise ValueError(
                     f"{self._where}: {name} is {kind}, which {dtype} can't represent exactly: "
@@ -91,7 +93,7 @@ class Tensors:
         def tensor(
             at: tuple[int, ...], starts: tuple[int, ...], stops: tuple[int, ...]
         ) -> np.ndarray:
-            read = functools.partial(self._files.read, self._names[places[at].name])
+            read = functools.partial(self.files.read, self._names[places[at].name])
             return places[at].turn.part(read, starts, stops)
 
         def read(starts: tuple[int, ...], stops: tuple[int, ...]) -> np.ndarray:
@@ -135,8 +137,9 @@ def load(
         model.
     """
     folder = pathlib.Path(folder)
-    (_, layout, tensors), nodes = opened(folder), dict(named(like))
-    if problems := differences(layout.shapes, {n: tuple(x.shape) for n, x in nodes.items()}):
+    tensors, nodes = opened(folder), dict(named(like))
+    shapes = {name: tuple(x.shape) for name, x in nodes.items()}
+    if problems := differences(tensors.layout.shapes, shapes):
         raise ValueError(
             f"`like` is not the model in {folder}: {few(problems)}. Build it with models.gpt.GPT "
             f"or models.decoder.Decoder from zero_jax.interchange.config({str(folder)!r})"
@@ -178,7 +181,7 @@ def check(folder: Path) -> None:
         opened(folder)
 
 
-def opened(folder: pathlib.Path) -> tuple[Files, hf.Layout, Tensors]:
+def opened(folder: pathlib.Path) -> Tensors:
     """Opens the files of a model; all tensors exist, with the shapes of config.json."""
     model, known = config(folder), folder_config.read(folder)
     paths = model_files(folder)
@@ -198,10 +201,9 @@ def opened(folder: pathlib.Path) -> tuple[Files, hf.Layout, Tensors]:
     if model.layers > len(files.kinds):  # before a table of its tensors is made
         problems = [f"{model.layers} layers, and its files have {len(files.kinds)} tensors"]
     else:
-        layout = hf.layout(model)
-        tensors = Tensors(folder, files, layout)
+        tensors = Tensors(folder, files, hf.layout(model))
         if not tensors.problems:
-            return files, layout, tensors
+            return tensors
         problems = tensors.problems
     raise ValueError(
         f"{folder}: the model does not match its config.json: {few(problems)}. Save it again with "

@@ -206,9 +206,10 @@ def merge(
             "import and export it, and merge into the export"
         )
     adapters = load_adapter(adapter, config)
-    files, layout, _ = opened(pathlib.Path(folder))
-    by_name = {place.name: place for place in layout.places}
-    full_names = {name: full for name in files.kinds if (full := layout.full_name(name))}
+    tensors = opened(pathlib.Path(folder))
+    files, full_name = tensors.files, tensors.layout.full_name
+    by_name = {place.name: place for place in tensors.layout.places}
+    full_names = {name: full for name in files.kinds if (full := full_name(name))}
     with atomic_folder(target) as partial:
         writer = Writer(partial, {name: files.kinds[name] for name in full_names}, max_file_bytes)
         for name, full in full_names.items():
