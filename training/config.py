@@ -71,6 +71,7 @@ class OptimizerSettings:
     learning_rate: float | None = setting(
         None,
         "Peak learning rate (default: by --optimizer and --init-from).",
+        metavar="LR",
         alias="--lr",
         unit="none",
         least=0,
