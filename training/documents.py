@@ -7,9 +7,10 @@ packed in its own order.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -37,42 +38,28 @@ class Source(NamedTuple):
     weight: float
 
 
+@dataclasses.dataclass(eq=False)
 class Documents:
     """Documents as batches of rows.
 
-    Args:
-        sources: At least one, each of two documents or more.
-        tokenizer: Tokenizer of the model.
-        seq: Sequence length S.
-        batch: Rows B of the global batch, a multiple of the number of processes.
-        seed: Seed of the order.
-        loss_on: "assistant", or "all" tokens.
-        long: Treatment of documents of more than S + 1 tokens: "truncate", "drop" or "error".
-
-    Raises:
-        ValueError: A source has fewer than two documents, or none that the tokenizer accepts; or
-            a document is longer than a row and `long` is "error".
+    Raises ValueError if a source has fewer than two documents, or none that the tokenizer accepts;
+    or a document is longer than a row and `long` is "error".
     """
 
-    unit = "token"
-    byte_level = False
-    temperature = 0.0  # of generated samples: the likeliest answer
+    sources: Sequence[Source]
+    tokenizer: Tokenizer
+    seq: int  # sequence length S
+    batch: int  # rows B of the global batch, a multiple of the number of processes
+    seed: int  # of the order
+    loss_on: str = "assistant"  # or "all" tokens
+    long: str = "truncate"  # documents of more than S + 1 tokens; or "drop", "error"
 
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        tokenizer: Tokenizer,
-        *,
-        seq: int,
-        batch: int,
-        seed: int,
-        loss_on: str = "assistant",
-        long: str = "truncate",
-    ) -> None:
-        self._sources, self._tokenizer = sources, tokenizer
-        self._seq, self._batch, self._seed = seq, batch, seed
-        self._loss_on, self._long = loss_on, long
-        self.counts = Counts()
+    unit: ClassVar = "token"
+    byte_level: ClassVar = False
+    temperature: ClassVar = 0.0  # of generated samples: the likeliest answer
+
+    def __post_init__(self) -> None:
+        sources, self.counts = self.sources, Counts()
         for records, _ in sources:
             if len(records) < 2:
                 raise ValueError(
@@ -89,11 +76,11 @@ class Documents:
             "corpus": self.name,
             "weights": [source.weight for source in sources],
             **self.facts,
-            "seq_len": seq,
-            "global_batch_size": batch,
-            "seed": seed,
-            "loss_on": loss_on,
-            "long_documents": long,
+            "seq_len": self.seq,
+            "global_batch_size": self.batch,
+            "seed": self.seed,
+            "loss_on": self.loss_on,
+            "long_documents": self.long,
         }
         self._stream = self._endless()
         for records, _ in sources:
@@ -104,24 +91,24 @@ class Documents:
         """Source and number of each held-out document."""
         return [
             (number, at)
-            for number, (source, size) in enumerate(zip(self._sources, self._train, strict=True))
+            for number, (source, size) in enumerate(zip(self.sources, self._train, strict=True))
             for at in range(size, len(source.records))
         ]
 
     @property
     def contents(self) -> dict[str, str]:
         """Checksums of the documents, the vocabulary and the chat template, by their flags."""
-        data = " ".join(source.records.fingerprint for source in self._sources)
-        return {"data": data, **self._tokenizer.fingerprints()}
+        data = " ".join(source.records.fingerprint for source in self.sources)
+        return {"data": data, **self.tokenizer.fingerprints()}
 
     @functools.cached_property
     def ends(self) -> list[int]:
         """Tokens that end a text or a turn in the first documents of each source."""
         ends: dict[int, None] = {}
-        for records, _ in self._sources:
+        for records, _ in self.sources:
             for at in range(min(ENDS_LOOKED, len(records))):
                 try:
-                    end = self._tokenizer.end_of(*self._tokenized(records, at))
+                    end = self.tokenizer.end_of(*self._tokenized(records, at))
                 except ValueError:  # counted as refused when training reads it
                     continue
                 if end is not None:
@@ -145,16 +132,16 @@ class Documents:
                 accepted.add(self._stream[number][0])
             return document, count
 
-        rows = len(_rows(Lane(read, self._seq, 0, 1, end=looked), looked))
-        drawn = steps * self._batch * looked / max(rows, 1)
-        total = sum(source.weight for source in self._sources)
+        rows = len(_rows(Lane(read, self.seq, 0, 1, end=looked), looked))
+        drawn = steps * self.batch * looked / max(rows, 1)
+        total = sum(source.weight for source in self.sources)
         epochs = []
-        for number, (records, weight) in enumerate(self._sources):
+        for number, (records, weight) in enumerate(self.sources):
             passes = drawn * weight / total / self._train[number] if number in accepted else 0
             epochs.append(f"{human_count(passes)} epochs of {records.name}")
         which = "all" if looked == self._epoch else "the first"
         return (
-            f"{which} {looked:,} documents in rows of {self._seq} tokens: {counts}; "
+            f"{which} {looked:,} documents in rows of {self.seq} tokens: {counts}; "
             f"{steps:,} steps are {', '.join(epochs)}"
         )
 
@@ -174,10 +161,10 @@ class Documents:
     def _packed(
         self, place: Place | None, index: int, count: int
     ) -> Iterator[tuple[Arrays, Place, Counts]]:
-        each, lanes = self._batch // count, []
+        each, lanes = self.batch // count, []
         for number in range(index * each, (index + 1) * each):
             following, *waiting = place[number] if place else [number]
-            own = (self._numbered, self._seq, following, self._batch, waiting)
+            own = (self._numbered, self.seq, following, self.batch, waiting)
             lanes.append(Lane(*own, patience=self._epoch))
         while True:
             arrays = stacked([row for lane in lanes if (row := lane.row()) is not None])
@@ -187,10 +174,10 @@ class Documents:
     def held_out(self, index: int, count: int, most: int | None = None) -> Iterator[Arrays]:
         """Yields this process's rows of one pass, at most `most` batches, in order."""
         order = self.held_out_documents
-        lane = Lane(lambda at: self._read(*order[at]), self._seq, 0, 1, end=len(order))
-        each, done = self._batch // count, 0
-        while (most is None or done < most) and (rows := _rows(lane, self._batch)):
-            rows += [row_of([], self._seq)] * (self._batch - len(rows))
+        lane = Lane(lambda at: self._read(*order[at]), self.seq, 0, 1, end=len(order))
+        each, done = self.batch // count, 0
+        while (most is None or done < most) and (rows := _rows(lane, self.batch)):
+            rows += [row_of([], self.seq)] * (self.batch - len(rows))
             yield stacked(rows[index * each : (index + 1) * each])
             done += 1
 
@@ -208,15 +195,15 @@ class Documents:
         None if there is none.
         """
         for source, at in self.held_out_documents[:TRIED]:
-            content = parse(self._sources[source].records[at])
+            content = parse(self.sources[source].records[at])
             if isinstance(content, Completion):
-                prompt = self._tokenizer.opening(content.prompt or content.completion)
+                prompt = self.tokenizer.opening(content.prompt or content.completion)
                 prompt = prompt if content.prompt else prompt[: most // 2]
             else:
                 messages, _, options = content
                 last = max(answers_in(messages), default=len(messages))
                 try:
-                    prompt = self._tokenizer.prompt(messages[:last], options)
+                    prompt = self.tokenizer.prompt(messages[:last], options)
                 except ValueError:  # the template does not accept it
                     continue
             if 1 <= len(prompt) <= most:
@@ -225,12 +212,12 @@ class Documents:
 
     def show(self, tokens: Sequence[int], prompt_size: int) -> str:
         """Returns the text up to the end of the answer, which begins after `prompt_size` tokens."""
-        return printable(self._tokenizer.decode(self._tokenizer.to_end(tokens, prompt_size)))
+        return printable(self.tokenizer.decode(self.tokenizer.to_end(tokens, prompt_size)))
 
     def _endless(self) -> grain.MapDataset[Any]:
         import grain
 
-        seeds = np.random.SeedSequence(self._seed).generate_state(len(self._sources))
+        seeds = np.random.SeedSequence(self.seed).generate_state(len(self.sources))
         streams = [
             grain.MapDataset.range(size)
             .shuffle(seed=int(seed))
@@ -240,7 +227,7 @@ class Documents:
         ]
         if len(streams) == 1:
             return streams[0]
-        return grain.MapDataset.mix(streams, weights=[source.weight for source in self._sources])
+        return grain.MapDataset.mix(streams, weights=[source.weight for source in self.sources])
 
     def _numbered(self, number: int) -> tuple[Document | None, Counts]:
         """Reads a document of the endless order."""
@@ -249,21 +236,21 @@ class Documents:
     def _read(self, source: int, at: int) -> tuple[Document | None, Counts]:
         """Tokenizes a document, and truncates it or leaves it out if it is longer than a row."""
         try:
-            ids, mask = self._tokenized(self._sources[source].records, at)
+            ids, mask = self._tokenized(self.sources[source].records, at)
         except ValueError as error:
             return None, Counts(refused=1, reason=str(error))
         size, kind = len(ids), "whole"
-        if size > self._seq + 1:
-            if self._long != "truncate":
+        if size > self.seq + 1:
+            if self.long != "truncate":
                 return None, Counts(dropped=1, longest=size)
-            kind, ids, mask = "cut", ids[: self._seq + 1], mask[: self._seq + 1]
+            kind, ids, mask = "cut", ids[: self.seq + 1], mask[: self.seq + 1]
         if not mask[1:].any():
             return None, Counts(empty=1, longest=size)
         return (ids, mask), Counts(**{kind: 1}, longest=size)
 
     def _tokenized(self, records: Records, at: int) -> Document:
         try:
-            return self._tokenizer.document(records[at], self._loss_on)
+            return self.tokenizer.document(records[at], self.loss_on)
         except ValueError as error:
             raise ValueError(f"{records.where(at)}: {error}") from error
 
@@ -272,7 +259,7 @@ class Documents:
 
         If `long` is "error", raises it if any document is refused or longer than a row.
         """
-        if self._long != "error":
+        if self.long != "error":
             problems = []
             for at in range(min(TRIED, len(records))):
                 try:
@@ -283,10 +270,10 @@ class Documents:
             raise problems[0]
         for at in range(len(records)):
             ids, _ = self._tokenized(records, at)
-            if len(ids) > self._seq + 1:
+            if len(ids) > self.seq + 1:
                 raise ValueError(
-                    f"{records.where(at)}: {len(ids)} tokens, and --seq-len {self._seq} allows "
-                    f"{self._seq + 1}: use a longer --seq-len, or --long-documents truncate or drop"
+                    f"{records.where(at)}: {len(ids)} tokens, and --seq-len {self.seq} allows "
+                    f"{self.seq + 1}: use a longer --seq-len, or --long-documents truncate or drop"
                 )
 
 

@@ -80,37 +80,25 @@ def row_of(documents: Sequence[Document], seq: int) -> Row:
     return tokens, learned[1:].astype(np.float32), segments[:-1], positions[:-1]
 
 
+@dataclasses.dataclass
 class Lane:
     """Documents `following`, `following + step` and so on, packed in rows.
 
-    Args:
-        read: Returns the document of a number, of at most `seq + 1` tokens, and its count.
-        seq: Sequence length S.
-        following: Number of the document that is read next.
-        step: Difference of the numbers of neighbouring documents.
-        waiting: Numbers of documents that wait. One that is left out, because it was edited since
-            then, waits no longer.
-        end: Number that no document reaches; None for an endless order.
-        patience: Number of documents in a row that may be left out.
-
-    Attributes:
-        counts: Documents that are packed; those that are left out are counted with the next one.
+    A document that waits and is left out, because it was edited since then, waits no longer.
     """
 
-    def __init__(
-        self,
-        read: Read,
-        seq: int,
-        following: int,
-        step: int,
-        waiting: Sequence[int] = (),
-        *,
-        end: int | None = None,
-        patience: int = 10**6,
-    ) -> None:
-        self._read, self._seq, self._step, self._end = read, seq, step, end
-        self._patience, self.following, self.counts = patience, following, Counts()
-        known = ((number, *read(number)) for number in waiting)
+    read: Read  # returns a document of at most S + 1 tokens, and its count
+    seq: int  # sequence length S
+    following: int  # number of the document that is read next
+    step: int  # difference of the numbers of neighbouring documents
+    waiting: dataclasses.InitVar[Sequence[int]] = ()  # numbers of documents that wait
+    end: int | None = None  # number that no document reaches; None for an endless order
+    patience: int = 10**6  # number of documents in a row that may be left out
+    # Documents that are packed; those that are left out are counted with the next one.
+    counts: Counts = dataclasses.field(default_factory=Counts)
+
+    def __post_init__(self, waiting: Sequence[int]) -> None:
+        known = ((number, *self.read(number)) for number in waiting)
         self._waiting = {n: (document, counts) for n, document, counts in known if document}
 
     @property
@@ -121,13 +109,13 @@ class Lane:
     def row(self) -> Row | None:
         """Returns the next row; None if no document is left."""
         packed: list[Document] = []
-        room = self._seq + 1
+        room = self.seq + 1
         while True:
             self._fill()
             sizes = {number: len(ids) for number, ((ids, _), _) in self._waiting.items()}
             fitting = [number for number, size in sizes.items() if size <= room]
             if not fitting:
-                return row_of(packed, self._seq) if packed else None
+                return row_of(packed, self.seq) if packed else None
             # max returns the first of equal ones.
             number = max(fitting, key=sizes.__getitem__) if packed else fitting[0]
             document, counts = self._waiting.pop(number)
@@ -137,15 +125,15 @@ class Lane:
 
     def _fill(self) -> None:
         left_out, counts = 0, Counts()
-        while len(self._waiting) < LOOK and (self._end is None or self.following < self._end):
-            document, count = self._read(self.following)
+        while len(self._waiting) < LOOK and (self.end is None or self.following < self.end):
+            document, count = self.read(self.following)
             counts += count
             if document is not None:
                 self._waiting[self.following] = document, counts
                 left_out, counts = 0, Counts()
-            elif (left_out := left_out + 1) > self._patience:
+            elif (left_out := left_out + 1) > self.patience:
                 raise ValueError(
-                    f"{left_out} documents in a row have nothing to learn within {self._seq + 1} "
+                    f"{left_out} documents in a row have nothing to learn within {self.seq + 1} "
                     "tokens: use a longer --seq-len"
                 )
-            self.following += self._step
+            self.following += self.step

@@ -19,6 +19,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -242,6 +243,7 @@ def entropies(tokens: TokenArray, vocab: int) -> dict[str, float]:
     return {"unigram entropy": float(unigrams), "bigram entropy": float(bigrams)}
 
 
+@dataclass(eq=False)
 class Text:
     """One text as windows of `S + 1` tokens; the last tenth is held out.
 
@@ -255,40 +257,42 @@ class Text:
     [([[36, 37, 38]], [[1.0, 1.0]]), ([[38, 39, 0]], [[1.0, 0.0]])]
     """
 
-    temperature = 0.8  # of generated samples
-    counts = None  # no document is left out
+    corpus: Tokens
+    seq: int
+    batch: int
+    seed: int
+    tokenizer: Tokenizer | None = None
 
-    def __init__(
-        self, corpus: Tokens, seq: int, batch: int, seed: int, tokenizer: Tokenizer | None = None
-    ) -> None:
-        self._corpus, self._tokenizer = corpus, tokenizer
-        self._seq, self._batch, self._seed = seq, batch, seed
-        self.train, self.rest = split(corpus.tokens, seq)
-        self.name, self.byte_level = corpus.name, corpus.byte_level
-        self.unit = "byte" if corpus.byte_level else "token"
+    temperature: ClassVar = 0.8  # of generated samples
+    counts: ClassVar = None  # no document is left out
+
+    def __post_init__(self) -> None:
+        self.train, self.rest = split(self.corpus.tokens, self.seq)
+        self.name, self.byte_level = self.corpus.name, self.corpus.byte_level
+        self.unit = "byte" if self.byte_level else "token"
         self.facts = {"train_tokens": self.train.size, "held_out_tokens": self.rest.size}
         self.held_out_size = f"{self.rest.size:,} held-out {self.unit}s"
         self.order = {
             "corpus": self.name,
             "train_tokens": self.train.size,
-            "seq_len": seq,
-            "seed": seed,
+            "seq_len": self.seq,
+            "seed": self.seed,
         }
         self.ends: list[int] = []  # a window ends anywhere
 
     @property
     def samples_per_epoch(self) -> int:
         """Number of full windows of the training text."""
-        return (self.train.size - 1) // self._seq
+        return (self.train.size - 1) // self.seq
 
     @property
     def contents(self) -> dict[str, str]:
         """Checksum of the text or its tokens, by the flag that names it."""
-        return {"data": self._corpus.fingerprint}
+        return {"data": self.corpus.fingerprint}
 
     def outlook(self, steps: int) -> str:
         """Describes how many epochs a run of `steps` steps is."""
-        epochs = steps * self._batch / self.samples_per_epoch
+        epochs = steps * self.batch / self.samples_per_epoch
         return f"{steps:,} steps are {human_count(epochs)} epochs of {self.name}"
 
     def batches(self, place: int | None, index: int, count: int) -> Iterator[tuple[Arrays, int]]:
@@ -303,13 +307,13 @@ class Text:
         import grain  # here: it imports jax
 
         # grain shuffles epoch e with seed + e: neighbouring seeds would share their epochs.
-        seed = int(np.random.SeedSequence(self._seed).generate_state(1)[0])
+        seed = int(np.random.SeedSequence(self.seed).generate_state(1)[0])
         order = grain.MapDataset.range(self.samples_per_epoch).shuffle(seed=seed).repeat()
-        each = self._batch // count
+        each = self.batch // count
         while True:
             first = start + index * each
             windows = [self._sample(self.train, order[first + at]) for at in range(each)]
-            start += self._batch
+            start += self.batch
             yield stacked(windows)[:1], start
 
     def held_out(self, index: int, count: int, most: int | None = None) -> Iterator[Arrays]:
@@ -320,22 +324,22 @@ class Text:
         processes get the same number of batches, so the exact mean loss is
         `sum(mask * loss) / sum(mask)` with both sums over all batches and processes.
         """
-        each = self._batch // count
+        each = self.batch // count
         for batch in range(self.held_out_batches())[:most]:
-            first = batch * self._batch + index * each
+            first = batch * self.batch + index * each
             yield stacked([self._sample(self.rest, first + at) for at in range(each)])
 
     def held_out_batches(self) -> int:
         """Returns the number of batches of such a pass."""
-        return -(-(self.rest.size - 1) // (self._seq * self._batch))
+        return -(-(self.rest.size - 1) // (self.seq * self.batch))
 
     def _sample(self, tokens: TokenArray, index: int) -> Arrays:
         """Returns a sample, padded where the text ends, and the mask of its targets."""
-        first = int(index) * self._seq
-        window = tokens[first : first + self._seq + 1]
-        row = np.zeros(self._seq + 1, np.int32)
+        first = int(index) * self.seq
+        window = tokens[first : first + self.seq + 1]
+        row = np.zeros(self.seq + 1, np.int32)
         row[: window.size] = window
-        return row, (np.arange(1, self._seq + 1) < window.size).astype(np.float32)
+        return row, (np.arange(1, self.seq + 1) < window.size).astype(np.float32)
 
     def marks(self, vocab: int) -> dict[str, float]:
         """Returns the losses that counting tokens and pairs reaches, in nats per token."""
@@ -349,6 +353,6 @@ class Text:
         """Returns tokens as text; the first `prompt_size` tokens are the prompt."""
         if self.byte_level:
             return decode(tokens)
-        if self._tokenizer is not None:
-            return printable(self._tokenizer.decode(tokens))
+        if self.tokenizer is not None:
+            return printable(self.tokenizer.decode(tokens))
         return str(list(map(int, tokens)))
