@@ -4,8 +4,6 @@ The template draws a chart as SVG in a box of 100 by 100, stretched to the avail
 are HTML at percentages, so their size does not depend on the width of the screen.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Data of a run: windows of one text, or documents."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

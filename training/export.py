@@ -1,7 +1,5 @@
 """Export of a run: LoRA adapters in PEFT format, the model in transformers format."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import shutil

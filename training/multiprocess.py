@@ -1,7 +1,5 @@
 """Output and errors of a run in several processes."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any

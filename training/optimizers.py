@@ -1,7 +1,5 @@
 """The optimizer of a run and its learning rate: linear warmup, then cosine decay to a tenth."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 Imports nothing of JAX: `train.py` calls it before its imports, which take seconds.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """The settings and the predicted memory of a run, printed and recorded before it allocates any."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib.metadata

@@ -11,8 +11,6 @@ number and checksum of its line, so that a line that changes while a run reads i
 to a temporary folder.
 """
 
-from __future__ import annotations
-
 import array
 import functools
 import json

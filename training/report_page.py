@@ -6,8 +6,6 @@ Works for finished, running and killed runs. The page is one file, without exter
 Sections without data are left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools

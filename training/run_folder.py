@@ -9,8 +9,6 @@ The last line of a file may be incomplete. A run that resumed repeats the steps 
 checkpoint: the last line of a step counts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

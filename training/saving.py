@@ -9,8 +9,6 @@ decides the shape of the saved state, or the meaning of its numbers, and must no
 logging. `optimizers.py` has the rule of the schedule over `--max-steps`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -5,8 +5,6 @@ one message and stops. tensorboardX's `SummaryWriter` would block: after one fai
 the clock is set back by a month, its thread ends, and its queue of ten entries stays full.
 """
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import itertools

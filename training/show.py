@@ -1,7 +1,5 @@
 """Progress bars, tables and human-readable numbers. Units follow the paper: GB = 1e9 bytes."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import math

@@ -9,8 +9,6 @@ signal or `--max-hours`. The processes end with the supervisor, even if it is ki
 the scheduler does this.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import math

@@ -6,8 +6,6 @@ bounds those. This file is also the script of that process. Requests and replies
 on its stdin and stdout; it ends with its stdin.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -12,8 +12,6 @@ Batch `i` of `B` rows holds samples `i B` to `(i + 1) B`, and process `p` of `P`
 consecutive rows. Resuming reads no earlier sample, because grain computes its shuffle by index.
 """
 
-from __future__ import annotations
-
 import codecs
 import os
 from collections.abc import Iterator, Sequence

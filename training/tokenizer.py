@@ -5,8 +5,6 @@ tokens that end their turns, the completion of a prompt, and all of a text. `tra
 locates the answers in the text of a template.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import threading
