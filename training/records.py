@@ -68,32 +68,32 @@ def is_documents(path: Path) -> bool:
             f"{path} is JSON, which is unsupported: save each document as one line of a .jsonl "
             f"file (json.dumps), or rename it {files[0].stem}.txt to train on it as text"
         )
-    others = [file for file in files if not _named_as_documents(file)]
-    documents = [file for file in files if file not in others]
-    if documents and others:
+    documents = [file for file in files if _is_document_file(file)]
+    if documents and len(documents) < len(files):
+        other = next(file for file in files if file not in documents)
         raise ValueError(
-            f"{path} holds documents ({documents[0].name}) and other files ({others[0].name}): "
+            f"{path} holds documents ({documents[0].name}) and other files ({other.name}): "
             "move the other files to another folder"
         )
-    for file in others:
-        suffix = file.suffix.lower()
-        if suffix in (*COMPRESSED, *UNREAD):
-            raise ValueError(
-                f"{file}: {file.suffix} files are unsupported. Save documents as .jsonl (also "
-                ".jsonl.gz) or .parquet, with the columns text, messages, or prompt and "
-                "completion; or text as .txt in UTF-8"
-            )
-        if suffix != ".txt" and file.is_file() and _holds_documents(file):
-            raise ValueError(
-                f"{file} holds JSON objects: rename it {file.stem}.jsonl to train on documents, "
-                f"one per line, or {file.stem}.txt to train on it as text"
-            )
     return bool(documents)
 
 
-def _named_as_documents(path: Path) -> bool:
+def _is_document_file(path: Path) -> bool:
     *_, before, last = ["", "", *(suffix.lower() for suffix in path.suffixes)]
-    return last in (*LINES, TABLE) or (before in LINES and last in COMPRESSED)
+    if last in (*LINES, TABLE) or (before in LINES and last in COMPRESSED):
+        return True
+    if last in (*COMPRESSED, *UNREAD):
+        raise ValueError(
+            f"{path}: {path.suffix} files are unsupported. Save documents as .jsonl (also "
+            ".jsonl.gz) or .parquet, with the columns text, messages, or prompt and "
+            "completion; or text as .txt in UTF-8"
+        )
+    if last != ".txt" and path.is_file() and _holds_documents(path):
+        raise ValueError(
+            f"{path} holds JSON objects: rename it {path.stem}.jsonl to train on documents, "
+            f"one per line, or {path.stem}.txt to train on it as text"
+        )
+    return False
 
 
 def _holds_documents(path: Path) -> bool:
