@@ -47,13 +47,10 @@ def sources_of(data: str) -> list[tuple[Path, float]]:
     return sources
 
 
-def load(config: Config, vocab: int | None, seq: int) -> Corpus:
-    """Loads the data of `--data` for rows of `seq` tokens.
-
-    `vocab` is the number of rows of the model's embedding; None if the data decide it.
-    """
+def load(config: Config, vocab: int, seq: int) -> Corpus:
+    """Loads the data of `--data` for rows of `seq` tokens and an embedding of `vocab` rows."""
     tokenizer = tokenizer_of(config)
-    if tokenizer is not None and vocab is not None:
+    if tokenizer is not None:
         tokenizer.check_fits(vocab)
     lacks = f"--init-from {config.init_from} has no tokenizer.json"
     paths = [] if config.data is None else sources_of(config.data)
@@ -64,7 +61,7 @@ def load(config: Config, vocab: int | None, seq: int) -> Corpus:
             '(.jsonl, .parquet): save it as a .jsonl file, with {"text": "..."} on each line'
         )
     if texts or not paths:
-        corpus = load_tokens(config.data, vocab or 256)
+        corpus = load_tokens(config.data, vocab)
         if corpus.byte_level and tokenizer is not None:
             corpus = _tokenized(corpus, tokenizer)
         elif corpus.byte_level and config.init_from is not None and vocab != 256:
@@ -79,11 +76,7 @@ def load(config: Config, vocab: int | None, seq: int) -> Corpus:
     return Documents(
         [Source(Records(path), weight) for path, weight in paths],
         tokenizer,
-        seq=seq,
-        batch=config.global_batch_size,
-        seed=config.seed,
-        loss_on=config.loss_on,
-        long=config.long_documents,
+        *(seq, config.global_batch_size, config.seed, config.loss_on, config.long_documents),
     )
 
 
