@@ -84,7 +84,8 @@ def row_of(documents: Sequence[Document], seq: int) -> Row:
 class Lane:
     """Documents `following`, `following + step` and so on, packed in rows.
 
-    A document that waits and is left out, because it was edited since then, waits no longer.
+    A document that waits and is left out, because it was edited since then, waits no longer, and
+    is counted.
     """
 
     read: Read  # returns a document of at most S + 1 tokens, and its count
@@ -98,8 +99,13 @@ class Lane:
     counts: Counts = dataclasses.field(default_factory=Counts)
 
     def __post_init__(self, waiting: Sequence[int]) -> None:
-        known = ((number, *self.read(number)) for number in waiting)
-        self._waiting = {n: (document, counts) for n, document, counts in known if document}
+        self._waiting: dict[int, tuple[Document, Counts]] = {}
+        for number in waiting:
+            document, counts = self.read(number)
+            if document is not None:
+                self._waiting[number] = document, counts
+            else:
+                self.counts += counts
 
     @property
     def place(self) -> list[int]:
