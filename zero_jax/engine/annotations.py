@@ -25,8 +25,8 @@ _ANNOTATING = frozenset(
     ("with_sharding_constraint", "reshard", "auto_axes", "explicit_axes", "device_put", "shard_map")
 )
 # Folders of libraries, whose lines are not the user's; models are.
-_FOLDERS = [str(pathlib.Path(str(module.__file__)).parent) for module in (jax, flax)]
-_OWN = str(pathlib.Path(__file__).parents[1])
+_JAX, _FLAX = (f"{pathlib.Path(str(module.__file__)).parent}/" for module in (jax, flax))
+_OWN = f"{pathlib.Path(__file__).parents[1]}/"
 
 
 def check_context(mesh: AnyMesh) -> None:
@@ -76,10 +76,6 @@ def _unsupported(place: str, mesh: AnyMesh) -> ValueError:
 
 def without(closed: jex.ClosedJaxpr, mesh: AnyMesh) -> jex.ClosedJaxpr:
     """Drops sharding annotations, at every depth, except those over automatic axes of the mesh.
-
-    Args:
-      closed: The program as one device of the mesh runs it.
-      mesh: The mesh of the step.
 
     Raises:
       ValueError: A value has explicit axis types, or a `shard_map` has no axis to map over.
@@ -155,7 +151,7 @@ def _annotating_line(error: BaseException) -> str | None:
         function = frame.f_code.co_qualname.partition(".")[0].lstrip("_")
         if not _is_library(frame.f_code.co_filename):
             place, annotation = f"{frame.f_code.co_filename}:{line}", None
-        elif place and not annotation and frame.f_code.co_filename.startswith(f"{_FOLDERS[0]}/"):
+        elif place and not annotation and frame.f_code.co_filename.startswith(_JAX):
             if function in _ANNOTATING:
                 annotation = f"{place}: {function}"
             elif frame.f_locals.get("out_sharding") is not None:
@@ -171,6 +167,4 @@ def _line(eqn: jex.JaxprEqn) -> str:
 
 
 def _is_library(file: str) -> bool:
-    if file.startswith(f"{_OWN}/models/"):
-        return False
-    return any(file.startswith(f"{folder}/") for folder in (*_FOLDERS, _OWN))
+    return file.startswith((_JAX, _FLAX, _OWN)) and not file.startswith(f"{_OWN}models/")

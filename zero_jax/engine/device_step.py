@@ -167,11 +167,8 @@ class DeviceStep:
     ) -> list[Weight]:
         """Returns the parameters that the traced loss is run with.
 
-        Args:
-          values: See `_views`.
-          copies: See `_views`.
-          trained: The differentiated arrays, in place of the values of trained leaves: of a leaf
-            whose gradient waits in another dtype its slot, see `gather_scatter.touch`.
+        In place of the value of a trained leaf is the array that is differentiated, or beside it
+        its slot, if the gradient waits in another dtype; see `gather_scatter.touch`.
         """
         weights, it = [], iter(trained or ())
         for at, leaf in enumerate(self.traced.leaves):

@@ -65,11 +65,7 @@ class TokenRegion:
 
     @jax.named_scope(SCOPE)
     def run(self, values: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the sums for this device's tokens.
-
-        Args:
-          values: The inputs; of experts those of this device's group.
-        """
+        """Returns the sums for this device's tokens; takes experts of this device's group."""
         env = dict(zip(self.closed.jaxpr.invars, values, strict=True))
         tokens = [jax.lax.all_gather(env[v], EXPERTS) for v in self.tokens]
         indices = [_to_experts(env[eqn.invars[1]], dim) for eqn, dim in self.picks.items()]
@@ -85,13 +81,12 @@ class TokenRegion:
 
 
 def around(
-    graph: Graph,
-    group: Sequence[int],
-    weights: Weights,
-    groups: int,
-    others: Collection[int] = (),
+    graph: Graph, group: Sequence[int], weights: Weights, groups: int, others: Collection[int]
 ) -> TokenRegion | None:
     """Returns the region around products with experts, if to gather its tokens sends fewer bytes.
+
+    None where rows are not picked by index, where the results are not picked and summed, or where
+    an all-to-all of rows sends as few bytes.
 
     Args:
       graph: The equations of a layer.
@@ -99,10 +94,6 @@ def around(
       weights: The matrices of experts.
       groups: Number of groups of devices, each with a part of the experts.
       others: Equations of other such groups, which are evaluated separately.
-
-    Returns:
-      None where rows are not picked by index, where the results are not picked and summed, or where
-      an all-to-all of rows sends as few bytes.
     """
     until = _until_picked(graph, group)
     if until is None:
@@ -162,17 +153,14 @@ class _TokensOfOneGroup(Resized):
 def _until_picked(graph: Graph, group: Sequence[int]) -> list[int] | None:
     """Returns equations, those that rearrange their one result, and the one that picks from it."""
     positions, results = list(group), graph.results(group)
-    if len(results) != 1:
-        return None
-    (var,) = results
-    while (at := graph.only_reader(var)) is not None:
+    while len(results) == 1 and (at := graph.only_reader(results[0])) is not None:
         positions.append(at)
         eqn = graph.eqns[at]
         if eqn.primitive.name == "gather":
-            return positions if eqn.invars[0] is var else None
+            return positions if eqn.invars[0] is results[0] else None
         if eqn.primitive.name not in ("transpose", "convert_element_type"):
             return None
-        (var,) = eqn.outvars
+        results = eqn.outvars
     return None
 
 
@@ -195,13 +183,11 @@ def _is_linear(eqn: jex.JaxprEqn, var: jex.Var) -> bool:
 
     A product of tokens with a matrix would be computed for the tokens of all groups.
     """
-    (out,) = eqn.outvars[:1]
-    if eqn.primitive.name not in _LINEAR or sum(a is var for a in eqn.invars) != 1:
-        return False
-    if not is_float(out) or not shape_of(out):
+    out, own = eqn.outvars[0], [a is var for a in eqn.invars]
+    if eqn.primitive.name not in _LINEAR or sum(own) != 1 or not (is_float(out) and shape_of(out)):
         return False
     if eqn.primitive.name == "dot_general":
-        other = 1 - [a is var for a in eqn.invars].index(True)
+        other = own.index(False)
         summed, batch = eqn.params["dimension_numbers"]
         return len({*summed[other], *batch[other]}) == len(shape_of(eqn.invars[other]))
     # A sum of rounded parts is rounded again.

@@ -52,11 +52,9 @@ class ExpertProducts:
 
     @jax.named_scope(SCOPE)
     def run(self, values: Sequence[jax.Array], most: int = MOST_PARTS) -> list[jax.Array]:
-        """Returns the results, of all experts, for this device's rows.
+        """Returns results of all experts for this device's rows, sent in at most `most` parts.
 
-        Args:
-          values: The inputs; of experts those of this device's group.
-          most: Maximum number of parts of the rows.
+        Of experts it takes those of this device's group.
         """
         of_inputs = [self.dims.get(var) for var in self.closed.jaxpr.invars]
         of_results = [self.dims[var] for var in self.closed.jaxpr.outvars]
@@ -76,15 +74,9 @@ class ExpertProducts:
 
 
 def per_expert(graph: Graph, at: Sequence[int], weights: Weights) -> ExpertProducts | None:
-    """Returns equations as products with experts.
+    """Returns equations that multiply with experts, and those between them, as products.
 
-    Args:
-      graph: The equations of a layer.
-      at: Those that multiply with experts, and those between them.
-      weights: The matrices of experts.
-
-    Returns:
-      None if an equation is not computed per expert, or has its rows along another dim.
+    None if an equation is not computed per expert, or has its rows along another dim.
     """
     closed, walk = stretch(graph.part(at), graph.results(at)), _PerExpert(weights)
     walk.environment(closed, [None] * len(closed.jaxpr.invars))

@@ -33,15 +33,10 @@ def at_their_devices(
     *,
     parts: bool,
 ) -> jex.ClosedJaxpr:
-    """Returns the loss for the experts of one group of devices.
+    """Returns the loss, whose first inputs are the leaves, for the experts of one group of devices.
 
-    Args:
-      closed: The loss; its first inputs are the leaves.
-      cuts: Partition of each leaf.
-      paths: Names of the leaves.
-      stage: Traces the loss.
-      parts: True to allow an all-to-all in parts of the rows. Each part multiplies with the same
-        experts, so it is False where every product gathers these separately.
+    With `parts`, an all-to-all may be in parts of the rows. Each part multiplies with the same
+    experts, so it is False where every product gathers these separately.
 
     Raises:
       ValueError: An operation other than a product per expert reads experts.

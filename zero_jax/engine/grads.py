@@ -61,13 +61,8 @@ class GlobalLoss:
     ) -> Traced:
         """Returns the traced loss, with its leaves and layers; allocates nothing.
 
-        The loss is traced once for arguments of the same shapes, under the same settings of JAX.
-
-        Args:
-          params: Sharded parameters, or their shapes.
-          batch: The global batch, or its shapes.
-          extras: Further arguments of the loss.
-          k: Number of micro-batches, 1 for an evaluation; by default that of the settings.
+        The loss is traced once for arguments of the same shapes, under the same settings of JAX,
+        and for k micro-batches: 1 for an evaluation, by default those of the settings.
         """
         k = k or self.settings.grad_accum_steps
         full = jax.eval_shape(layout.unpad, params)

@@ -84,13 +84,8 @@ def kinds_of(
 ) -> list[str]:
     """Returns how each leaf of the aux is combined over devices.
 
-    Args:
-      aux: Shapes of the aux for a micro-batch.
-      differs: True for each leaf that differs between devices.
-      rows: Number of rows of a micro-batch.
-      longer: Returns shapes of the aux for twice as many rows. Called only if a leaf is as long as
-        a micro-batch: rows cannot be followed through every operation, and those that are missed
-        would be averaged over devices.
+    Rows cannot be followed through every operation, and those that are missed would be averaged. So
+    if a leaf is as long as a micro-batch, `longer` gives its shape for twice as many rows.
 
     Raises:
       ValueError: A leaf that differs is not a float, so it has no mean; or `longer` fails.
@@ -124,10 +119,8 @@ def kinds_of(
     return kinds
 
 
-def added(
-    kinds: Sequence[str], acc: Sequence[jax.Array], new: Sequence[jax.Array], k: int
-) -> list[jax.Array]:
-    """Adds the aux leaves of one of k micro-batches, except rows."""
+def added(kinds: Sequence[str], acc: PyTree, new: PyTree, k: int) -> list[jax.Array | None]:
+    """Adds the aux leaves of one of k micro-batches; rows are None."""
     parts = zip(kinds, acc, new, strict=True)
     return [a + b / k if kind == MEAN else b for kind, a, b in parts]
 

@@ -34,14 +34,7 @@ RunMicro = Callable[[PyTree, jax.Array | int], tuple[Micro, list[jax.Array]]]
 def accumulate(
     one: RunMicro, batch: PyTree, k: int, kinds: Sequence[str]
 ) -> tuple[Micro, list[jax.Array]]:
-    """Adds up k micro-batches; gradients accumulate in fp32.
-
-    Args:
-      one: Runs one of them.
-      batch: This device's rows.
-      k: Number of micro-batches.
-      kinds: For each aux leaf how it is combined, see `losses`.
-    """
+    """Adds up k micro-batches of this device's rows; gradients accumulate in fp32."""
     if k == 1:
         return one(batch, 0)
     micros = split(batch, k)
@@ -49,27 +42,29 @@ def accumulate(
     def up(grad: jax.Array, undo: jax.Array) -> jax.Array:
         return grad.astype(jnp.promote_types(grad.dtype, jnp.float32)) * undo
 
-    def parted(aux: Sequence[jax.Array], rows: bool) -> list[jax.Array]:
-        return [x for x, kind in zip(aux, kinds, strict=True) if (kind == losses.ROWS) == rows]
+    def parted(aux: Sequence[jax.Array], rows: bool) -> list[jax.Array | None]:
+        """Returns the leaves that are rows, or all others; None for the rest."""
+        pairs = zip(aux, kinds, strict=True)
+        return [x if (kind == losses.ROWS) == rows else None for x, kind in pairs]
 
-    others = [kind for kind in kinds if kind != losses.ROWS]
+    def begin(micro: PyTree) -> PyTree:
+        (total, weight, _, aux), grads = one(micro, 0)
+        wide = jax.tree.map(lambda x: up(x, jnp.float32(1)), grads)
+        return (total, weight, parted(aux, False)), wide
 
-    def body(acc: PyTree, xs: tuple[PyTree, jax.Array]) -> tuple[PyTree, list[jax.Array]]:
+    def body(acc: PyTree, xs: tuple[PyTree, jax.Array]) -> tuple[PyTree, PyTree]:
         (total, weight, undo, aux), grads = one(*xs)
         (acc_total, acc_weight, acc_aux), acc_grads = acc
-        means = losses.added(others, acc_aux, parted(aux, False), k)
+        means = losses.added(kinds, acc_aux, parted(aux, False), k)
         grads = jax.tree.map(lambda a, b: a + up(b, undo), acc_grads, grads)
         return ((acc_total + total, acc_weight + weight, means), grads), parted(aux, True)
 
-    first = jax.tree.map(lambda x: x[0], micros)
-    (total, weight, _, aux), grads = jax.eval_shape(lambda m: one(m, 0), first)
-    wide = jax.eval_shape(lambda g: jax.tree.map(lambda x: up(x, jnp.float32(1)), g), grads)
-    start = ((total, weight, parted(aux, False)), wide)
+    start = jax.eval_shape(begin, jax.tree.map(lambda x: x[0], micros))
     # Not `jnp.zeros`: an aux may be a typed key.
     zeros = jax.tree.map(lambda x: jax.lax.full(x.shape, 0, x.dtype), start)
     ((total, weight, means), grads), rows = jax.lax.scan(body, zeros, (micros, jnp.arange(k)))
-    means, whole = iter(means), iter(x.reshape(-1, *x.shape[2:]) for x in rows)
-    aux = [next(whole) if kind == losses.ROWS else next(means) for kind in kinds]
+    pairs = zip(means, rows, strict=True)
+    aux = [mean if x is None else x.reshape(-1, *x.shape[2:]) for mean, x in pairs]
     return Micro(total, weight, jnp.float32(1), aux), grads
 
 

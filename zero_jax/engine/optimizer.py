@@ -26,7 +26,7 @@ from zero_jax.matrix_updates import update as matrix_updates
 from zero_jax.offload import host
 from zero_jax.offload.nvme import StateFiles, Stored
 from zero_jax.sharding import layout
-from zero_jax.sharding.partition import Partition, Partitioner, state_partitions
+from zero_jax.sharding.partition import Partition, state_partitions
 from zero_jax.sharding.paths import PyTree
 
 # Settings that determine the state of an optimizer and its update.
@@ -91,12 +91,8 @@ class ZeroTransform(optax.GradientTransformationExtraArgs):
         return self.plain, self.config  # for copies
 
     @functools.cached_property
-    def splitter(self) -> Partitioner:
-        return self.config.splitter
-
-    @functools.cached_property
     def _partition(self) -> host.Partitioning:
-        return host.Partitioning(self.splitter, self.config.frozen, self.config.mesh)
+        return host.Partitioning(self.config.splitter, self.config.frozen, self.config.mesh)
 
     @functools.cached_property
     def inner(self) -> optax.GradientTransformationExtraArgs:
@@ -121,7 +117,7 @@ class ZeroTransform(optax.GradientTransformationExtraArgs):
         return layout.pad(state, self._state_cuts(state, full))
 
     def _state_cuts(self, state: PyTree, params: PyTree) -> list[Partition]:
-        return splits_of(state, params, self.splitter(params))
+        return splits_of(state, params, self.config.splitter(params))
 
     def _placed(self, abstract: ZeroState, full: PyTree) -> PyTree:
         """Returns the state's shardings; raises if updates in pieces are needed and impossible."""
@@ -130,7 +126,7 @@ class ZeroTransform(optax.GradientTransformationExtraArgs):
         if self._in_pieces or self.config.offload.in_files:
             self._traced(full)
         if self.config.offload.streams:
-            return host.place_state(placed, host.offloaded(state, full, self.splitter))
+            return host.place_state(placed, host.offloaded(state, full, self.config.splitter))
         return placed
 
     def _traced(self, full: PyTree) -> host.PiecewiseUpdate:
@@ -161,9 +157,6 @@ class ZeroTransform(optax.GradientTransformationExtraArgs):
 
     def resume(self, params: PyTree) -> tuple[PyTree, ZeroState]:
         """Returns (parameters, state) of the last complete step of the nvme tier.
-
-        Args:
-          params: Sharded parameters.
 
         Raises:
           ValueError: The state is not in files.
@@ -261,7 +254,7 @@ class ZeroTransform(optax.GradientTransformationExtraArgs):
 
         grads, state, params, extra = full = layout.unpad((*trees, extra))
         like = grads if params is None else params
-        cuts = self.splitter(like)
+        cuts = self.config.splitter(like)
         known = [*cuts, *state_partitions(state, like, cuts), *(cuts if params is not None else ())]
         updates, new = matrix_updates.run(update, full, known, self.config.mesh)
         check_updates(grads, updates)
@@ -275,12 +268,8 @@ class ZeroTransform(optax.GradientTransformationExtraArgs):
         self, trees: Trees, finite: jax.Array | bool, extra: dict[str, PyTree], apply: bool
     ) -> tuple[PyTree, PyTree]:
         """Updates like `_whole`, in pieces, for state in host memory or in 8 or 16 bits."""
-
-        def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            return self.inner.update(grads, state, params, **layout.unpad(extra))
-
         return host.update_in_pieces(
-            update,
+            functools.partial(self.inner.update, **layout.unpad(extra)),
             trees,
             self._partition,
             finite=finite,

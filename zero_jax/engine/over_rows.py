@@ -49,34 +49,27 @@ def check(
     weighted: bool,
     told: set[str],
 ) -> None:
-    """Raises for a certain sum over rows; warns, once a loss, of a likely one and of statistics.
+    """Warns, once a loss, of a likely sum over rows and of statistics; see `facts_of`.
 
     Args:
-      closed: The traced loss.
-      trained: True for inputs that are trained leaves.
-      batch: True for inputs that are arrays of the batch.
       parts: Devices times micro-batches.
       weighted: True if the loss is `Weighted`.
       told: Warnings given before; extended.
 
     Raises:
-      ValueError: The loss is a sum over rows.
+      ValueError: The loss certainly is a sum over rows.
     """
     if parts == 1:
         return
     loss, mixed = facts_of(closed, trained, batch)
-    if loss.is_sum and loss.sure and not weighted:
+    is_sum = loss.is_sum and not weighted
+    if is_sum and loss.sure:
         raise ValueError(_SUM.format(doubt="returns", parts=parts))
-    if loss.is_sum and not weighted:
-        _warn(_SUM.format(doubt="seems to return", parts=parts), told)
-    if mixed:
-        _warn(_MIXED.format(parts=parts), told)
-
-
-def _warn(message: str, told: set[str]) -> None:
-    if message not in told:
-        told.add(message)
-        warnings.warn(message, stacklevel=2)
+    likely = _SUM.format(doubt="seems to return", parts=parts)
+    for message, applies in ((likely, is_sum), (_MIXED.format(parts=parts), mixed)):
+        if applies and message not in told:
+            told.add(message)
+            warnings.warn(message, stacklevel=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,10 +124,7 @@ def facts_of(
 ) -> tuple[RowFact, Sequence[jex.JaxprEqn]]:
     """Returns the fact of a loss, the first result, and operations that combine a device's rows.
 
-    Args:
-      closed: The program.
-      trained: True for inputs that are trained leaves.
-      batch: True for inputs that are arrays of the batch, with the rows as dim 0.
+    `trained` is True for inputs that are trained leaves, `batch` for arrays with the rows as dim 0.
 
     >>> def of(loss):
     ...     return facts_of(jax.make_jaxpr(loss)(1.0, jnp.ones(6)), [True, False], [False, True])
@@ -174,17 +164,14 @@ class _Rows(Forward[RowFact]):
 
     def constant(self, atom: Atom, value: Any) -> RowFact:
         known = not isinstance(value, jax.core.Tracer) and jnp.ndim(value) == 0
-        kind = jnp.result_type(value)
-        real = jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)
-        counts = not jnp.issubdtype(kind, jnp.inexact)
+        real = any(jnp.issubdtype(jnp.result_type(value), k) for k in (jnp.floating, jnp.integer))
+        counts = not jnp.issubdtype(jnp.result_type(value), jnp.inexact)
         return RowFact(number=float(value) if known and real else None, counts=counts)
 
     def sliced(self, fact: RowFact) -> RowFact:
-        if fact.dim is None:
-            return fact
         if fact.dim == 0:
             return fact.but(dim=None, of_row=True)
-        return fact.but(dim=fact.dim - 1)
+        return fact.but(dim=None if fact.dim is None else fact.dim - 1)
 
     def stacked(self, fact: RowFact) -> RowFact:
         if fact.of_row:
@@ -220,7 +207,7 @@ class _Rows(Forward[RowFact]):
             merged = [RowFact(dim=f.dim, sure=False, trained=f.trained) for f in values]
             return merged[: len(eqn.outvars)]
         dims = self._dims(eqn, values)
-        if self._mixes_rows(eqn, values):
+        if _mixes_rows(eqn, values):
             self.mixed.append(eqn)
         reduced = any(f.reduced for f in values)
         summed = any(f.dim is not None for f in values) and None in dims
@@ -233,17 +220,15 @@ class _Rows(Forward[RowFact]):
             of_row=any(f.of_row for f in values),
             statistic=any(f.statistic or f.is_mean for f in values),
         )
-        fact = self._scaled(eqn, values, base)
-        return [self._placed(fact, v, dim) for v, dim in zip(eqn.outvars, dims, strict=True)]
-
-    def _placed(self, fact: RowFact, var: jex.Var, dim: Dim) -> RowFact:
-        """Returns the fact of a result with the rows along a dim."""
-        if dim is None:
-            return fact.but(dim=None)
-        # Along a dim of fewer elements there are groups, whose rows are in another dim.
-        few = 0 < shape_of(var)[dim] < self._rows
-        sure = fact.sure and not few
-        return fact.but(summed=0, statistic=False, dim=dim, sure=sure)
+        fact, made = self._scaled(eqn, values, base), []
+        for var, dim in zip(eqn.outvars, dims, strict=True):
+            if dim is None:
+                made.append(fact.but(dim=None))
+            else:
+                # Along a dim of fewer elements there are groups, whose rows are in another dim.
+                sure = fact.sure and not 0 < shape_of(var)[dim] < self._rows
+                made.append(fact.but(summed=0, statistic=False, dim=dim, sure=sure))
+        return made
 
     def _dims(self, eqn: jex.JaxprEqn, values: list[RowFact]) -> list[Dim]:
         """Returns the dim of each result that has the rows."""
@@ -339,19 +324,20 @@ class _Rows(Forward[RowFact]):
         size = shape_of(eqn.invars[0])[one.dim] if one.dim is not None else 0
         return made.but(summed=min(self._rows, size))
 
-    def _mixes_rows(self, eqn: jex.JaxprEqn, values: list[RowFact]) -> bool:
-        """Returns True for an operation that combines a device's rows with each other."""
-        name = eqn.primitive.name
-        rows = [f for f in values if f.dim is not None]
-        if name in _ADD | {"mul", "div"} and len(rows) == 1:
-            (other,) = (f for f in values if f.dim is None)
-            softmax = name == "div" and other is values[1] and other.is_sum and not rows[0].counts
-            return other.statistic or other.is_mean or softmax
-        if name == "dot_general" and len(rows) == 2:
-            contracted, batched = eqn.params["dimension_numbers"]
-            pairs = zip(values, contracted, batched, strict=True)
-            return all(f.dim not in (*c, *b) for f, c, b in pairs)
-        return False
+
+def _mixes_rows(eqn: jex.JaxprEqn, values: list[RowFact]) -> bool:
+    """Returns True for an operation that combines a device's rows with each other."""
+    name = eqn.primitive.name
+    rows = [f for f in values if f.dim is not None]
+    if name in _ADD | {"mul", "div"} and len(rows) == 1:
+        (other,) = (f for f in values if f.dim is None)
+        softmax = name == "div" and other is values[1] and other.is_sum and not rows[0].counts
+        return other.statistic or other.is_mean or softmax
+    if name == "dot_general" and len(rows) == 2:
+        contracted, batched = eqn.params["dimension_numbers"]
+        pairs = zip(values, contracted, batched, strict=True)
+        return all(f.dim not in (*c, *b) for f, c, b in pairs)
+    return False
 
 
 def _bounded(over: float) -> float:

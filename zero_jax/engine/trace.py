@@ -78,17 +78,9 @@ def trace(
     grad_accum_steps: int,
     told: set[str],
 ) -> Traced:
-    """Traces a loss as one device of the mesh runs it.
+    """Traces a loss as one device of the mesh runs it, given shapes of full parameters and batch.
 
-    Args:
-      settings: Settings of the run.
-      loss_fn: Loss of one device.
-      full: Shapes of the unsharded parameters.
-      batch: Shapes of the global batch.
-      extras: Further arguments.
-      has_aux: True if the loss returns (loss, aux).
-      grad_accum_steps: Number of gradient-accumulation steps, k.
-      told: Warnings given before of this loss; extended.
+    Warnings that were given are added to `told`, and not given again.
 
     Raises:
       ValueError: The result is no supported loss, see `losses`, or sums rows, see `over_rows`.

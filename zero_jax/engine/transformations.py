@@ -7,7 +7,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from zero_jax.sharding import layout, paths
+from zero_jax.sharding import paths
 from zero_jax.sharding.paths import Frozen, PyTree
 from zero_jax.tracing.jaxpr import CALLS, as_function, written_out
 
@@ -111,7 +111,8 @@ def with_one_structure(
         def later(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             return run(grads, begun(state), params)
 
-        zeros = list(map(_zeros, jax.tree.leaves(new)))
+        # Not `jnp.zeros`: a leaf may be a typed key.
+        zeros = [jax.lax.full(x.shape, 0, x.dtype) for x in jax.tree.leaves(new)]
         keeps = set(_keys(old)) <= set(_keys(new))
         if not keeps or not _same(*(jax.make_jaxpr(f)(like, old, like) for f in (run, later))):
             raise ValueError(
@@ -149,12 +150,6 @@ def _same(first: jex.ClosedJaxpr, later: jex.ClosedJaxpr) -> bool:
 def _equal(a: ArrayLike, b: ArrayLike) -> bool:
     traced = isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer)
     return a is b or (not traced and np.array_equal(a, b))
-
-
-def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return jnp.broadcast_to(jax.random.key(0, impl=layout.key_impl(like)), like.shape)
-    return jnp.zeros(like.shape, like.dtype)
 
 
 def _keys(tree: PyTree) -> list[tuple[str, tuple[int, ...]]]:
