@@ -61,7 +61,7 @@ def pays(cut: Partition, read: int, wire: Wire) -> bool:
     return _FEW * read < cut.shape[0] and columns <= (wire.bucket or buckets.BUCKET_BYTES)
 
 
-@jax.named_scope("zero_lookup")
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def rows(
     shard: jax.Array, slot: Optional, indices: jax.Array, take: Take, cut: Partition, wire: Wire
 ) -> jax.Array:
@@ -78,33 +78,28 @@ def rows(
     Returns:
       Rows (..., E) in the compute dtype.
     """
-    flat = indices.reshape(-1, 1)
-    flat_rows = _rows(take, cut, wire, shard, slot, flat)
-    return flat_rows.reshape(*indices.shape[:-1], cut.shape[1])
+    return _forward(shard, slot, indices, take, cut, wire)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _rows(
-    take: Take, cut: Partition, wire: Wire, shard: jax.Array, slot: Optional, indices: jax.Array
-) -> jax.Array:
-    return _forward(take, cut, wire, shard, slot, indices)[0]
-
-
+@jax.named_scope("zero_lookup")
 def _forward(
-    take: Take, cut: Partition, wire: Wire, shard: jax.Array, slot: Optional, indices: jax.Array
+    shard: jax.Array, slot: Optional, indices: jax.Array, take: Take, cut: Partition, wire: Wire
 ) -> tuple[jax.Array, tuple[jax.Array, Optional]]:
-    own = wire.cast(shard)
-    asked = jax.lax.all_gather(indices, cut.axis, tiled=True)
+    flat, own = indices.reshape(-1, 1), wire.cast(shard)
+    asked = jax.lax.all_gather(flat, cut.axis, tiled=True)
     columns = own if cut.dim == -1 else _to_columns(own, cut, wire)[: cut.shape[0]]
     read = _to_rows(take(columns, asked), cut, wire)
-    return read, (asked, None if slot is None else jnp.zeros((), slot.dtype))
+    kept = asked, None if slot is None else jnp.zeros((), slot.dtype)
+    return read.reshape(*indices.shape[:-1], cut.shape[1]), kept
 
 
+@jax.named_scope("zero_lookup")
 def _backward(
     take: Take, cut: Partition, wire: Wire, kept: tuple[jax.Array, Optional], cotangent: jax.Array
 ) -> tuple[Optional, Optional, None]:
     asked, like = kept
-    sent = _to_columns(cotangent.astype(wire.reduce), cut, wire)
+    flat = cotangent.reshape(-1, cut.shape[1])
+    sent = _to_columns(flat.astype(wire.reduce), cut, wire)
     wide = jnp.promote_types(cotangent.dtype, jnp.float32)
     table = jax.ShapeDtypeStruct((cut.shape[0], sent.shape[1]), wide)
     (grad,) = jax.linear_transpose(lambda t: take(t, asked), table)(sent.astype(wide))
@@ -114,7 +109,7 @@ def _backward(
     return (grad, None, None) if like is None else (None, grad.astype(like.dtype), None)
 
 
-_rows.defvjp(_forward, _backward)
+rows.defvjp(_forward, _backward)
 
 
 def _to_columns(x: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
