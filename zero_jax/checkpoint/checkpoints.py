@@ -115,7 +115,7 @@ class Checkpoints:
         lock = on_first_process(lambda: locked(self.directory))
         if lock is not None:
             self._at_close.callback(os.close, lock)
-            self._at_close.enter_context(retention.sweeping(self.directory))
+            self._at_close.callback(retention.sweep(self.directory))
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             keep_period=keep_every,

@@ -1,16 +1,15 @@
 """Removal of old checkpoints: renamed first, then deleted in the background.
 
 A process that is killed while it deletes a checkpoint would leave an incomplete one. So Orbax moves
-old checkpoints to `.discarded`, and `sweeping` deletes them there.
+old checkpoints to `.discarded`, and `sweep` deletes them there.
 """
 
-import contextlib
 import pathlib
 import shutil
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable
 
 FOLDER = ".discarded"
 AFTER = "after-"
@@ -39,16 +38,18 @@ def set_aside(directory: pathlib.Path, after: int) -> list[int] | None:
     return list(later)
 
 
-@contextlib.contextmanager
-def sweeping(directory: pathlib.Path) -> Iterator[None]:
-    """Deletes discarded checkpoints, of this run and of killed ones, in the background."""
+def sweep(directory: pathlib.Path) -> Callable[[], None]:
+    """Deletes discarded checkpoints in the background; returns a function that deletes the rest."""
     closed = threading.Event()
-    # A daemon: if this run ends early, the next one deletes the rest.
+    # A daemon: after an end without `close` the next run deletes the rest.
     thread = threading.Thread(target=_sweep, args=(directory / FOLDER, closed), daemon=True)
     thread.start()
-    yield
-    closed.set()
-    thread.join()
+
+    def close() -> None:
+        closed.set()
+        thread.join()
+
+    return close
 
 
 def _sweep(folder: pathlib.Path, closed: threading.Event) -> None:

@@ -56,7 +56,7 @@ class Watchdog:
     Args:
       dead_after: Seconds without a heartbeat after which a process counts as dead. The limit of a
         step is 20 times the median of earlier ones, 2 minutes or 2 × `dead_after`, whichever is
-        longest. A pause or one of the first steps may take 12 minutes or 12 × `dead_after`.
+        longest. Pauses and the first steps may take 12 minutes or 12 × `dead_after`.
 
     Raises:
       ValueError: `dead_after` is not positive, or `zero_jax.initialize` did not join the processes.
