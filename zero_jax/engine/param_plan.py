@@ -13,6 +13,7 @@ from zero_jax.collectives import gather_scatter, lookup
 from zero_jax.collectives.gather_scatter import Wire
 from zero_jax.engine.lifetimes import STEP, TOUCH, Layers, Leaf, Lifetime
 from zero_jax.engine.scans import fallback
+from zero_jax.engine.unrolled import NOT_PREFETCHED
 from zero_jax.remat import policies
 from zero_jax.remat.policies import Remat, of_jax
 from zero_jax.sharding.partition import Partition
@@ -74,12 +75,14 @@ class Reading:
         }
         places: dict[int, tuple[int, Any]] = {}
         for run in layer_detection.runs_of(jaxpr, forms):
-            reason = "run in groups" if policy.kind == "block_sqrt" else ""
+            reason = NOT_PREFETCHED.get(policy.kind, "")
             if not reason:
                 self._loops.append(run[-1][-1])
             for layer in run:
-                inside = self._layer(len(run), False, policy, reason), object()
-                places.update((at, inside) for at in layer)
+                # Where all is saved each operation gathers for itself.
+                shared = None if policy.kind == "none" else object()
+                own = self._layer(len(run), False, policy, reason), shared
+                places.update((at, own) for at in layer)
         self._walk(jaxpr, forms, 0, None, None, places)
 
     @property
