@@ -1,8 +1,12 @@
-"""Buffers of a program: which values are in memory, and when.
+"""Buffers of a step: which values are in memory, and when.
 
 XLA fuses elementwise operations into the operations that read them, so their results have no buffer
 and prolong the life of their operands. Results of products, reductions, loops and collectives have
-one, from the operation that computes them to the last that reads them.
+one, from the operation that computes them to the last that reads them. A value from outside of a
+loop is read until the loop ends.
+
+XLA for GPUs computes fused results before the operation that reads them, all of one kernel at once,
+and writes them over operands that are read last. It sums gradients over devices meanwhile.
 """
 
 import itertools
@@ -11,38 +15,32 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from zero_jax.plan.operations import IN_PLACE, Operation, Value
+from zero_jax.plan.operations import (
+    IN_PLACE,
+    LOOP,
+    LOOP_END,
+    VIEWS,
+    LinearStep,
+    Operation,
+    Value,
+)
+from zero_jax.tracing import jaxpr as jaxprs
 
-# Other views of the same bytes.
-VIEWS = frozenset(
-    (
-        *("reshape", "squeeze", "expand_dims", "copy", "copy_p", "optimization_barrier", "pcast"),
-        *("name", "stop_gradient", "bitcast_convert_type"),
-    )
-)
 SUMS_OVER_DEVICES = frozenset(("reduce_scatter", "psum", "psum_invariant"))
-# Their results have a buffer; their operands are fused into them.
-REDUCTIONS = frozenset(
-    (
-        *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
-        *("argmax", "argmin", "gather"),
-    )
-)
-PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
-# Their operands and results have buffers. Every operation not named here or above is fused.
-KERNELS = (
-    SUMS_OVER_DEVICES
-    | IN_PLACE
-    | PRODUCTS
-    | frozenset(
-        (
-            *("scan", "while", "cond", "all_gather"),
-            *("all_to_all", "ppermute", "sort", "cumsum", "device_put"),
-            *("rng_bit_generator", "top_k", "pallas_call", "ffi_call"),
-        )
-    )
-)
-_UNFUSED = KERNELS | REDUCTIONS
+_PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
+# Their operands and results have buffers.
+_OTHERS = "all_gather all_to_all ppermute sort cumsum device_put rng_bit_generator top_k"
+_OTHERS += " pallas_call ffi_call"
+KERNELS = SUMS_OVER_DEVICES | IN_PLACE | _PRODUCTS | frozenset(_OTHERS.split())
+# Their results have a buffer; their operands are fused into them. Every operation not named here,
+# above or among views is fused.
+_REDUCTIONS = jaxprs.REDUCTIONS | {"argmax", "argmin", "gather", "cond", LOOP, LOOP_END}
+_UNFUSED = KERNELS | _REDUCTIONS
+# XLA for CPUs computes these once, not in every operation that reads them.
+_EXPENSIVE = frozenset("exp log tanh logistic erf pow div sqrt rsqrt".split())
+# XLA for GPUs writes the result of a product as this.
+_EPILOGUES = frozenset(("convert_element_type", "add", "add_any"))
+_BARRIER = "optimization_barrier"
 
 
 @dataclass(frozen=True)
@@ -59,36 +57,39 @@ def readers_of(operations: Sequence[Operation]) -> Mapping[Value, list[int]]:
     """Returns the operations that read each value, in order."""
     readers = defaultdict[Value, list[int]](list)
     for at, operation in enumerate(operations):
-        for value in operation.inputs:
+        for value in dict.fromkeys(operation.inputs):
             readers[value].append(at)
     return readers
 
 
 class Lifetimes:
-    """Times at which values are in memory, of operations in the order in which they run.
+    """Times at which values are in memory.
 
     Args:
-      operations: The operations.
-      results: Values that are returned. The optimizer, or the state of the loop, takes them when
-        they are computed, so fused ones need no buffer.
-      on_gpu: See `temporaries.Schedule`.
+      step: The operations. The optimizer takes their results when they are computed, so fused ones
+        need no buffer.
+      on_gpu: True for XLA for GPUs.
     """
 
-    def __init__(self, operations: Sequence[Operation], results: set[Value], on_gpu: bool):
-        self._operations, self._results, self._on_gpu = operations, results, on_gpu
-        self._readers = readers_of(operations)
+    def __init__(self, step: LinearStep, on_gpu: bool):
+        self._operations = _with_epilogues(step) if on_gpu else step.operations
+        self._results, self._on_gpu = {*step.results}, on_gpu
+        self._readers, self._loops = readers_of(self._operations), _loops(self._operations)
+        self._viewed: dict[Value, Value] = {}  # what each view is a view of
+        for operation in self._operations:
+            if operation.name in VIEWS:
+                self._viewed |= {new: self._viewed.get(old, old) for old, new in operation.shared}
         # The first and the last time at which each value is read.
         self._first: dict[Value, int] = {}
         self._last: dict[Value, int] = {}
         self._stored: dict[Value, bool] = {}  # whether it has a buffer
         self._needed: dict[Value, bool] = {}  # whether a kernel reads it
-        for at in range(len(operations) - 1, -1, -1):
-            for value in operations[at].outputs:
+        for at in range(len(self._operations) - 1, -1, -1):
+            for value in self._operations[at].outputs:
                 self._settle(value, at)
 
     def _settle(self, value: Value, at: int) -> None:
         operation, end = self._operations[at], 2 * len(self._operations)
-        computed = operation.name in _UNFUSED
         reads = [(end, end)] if value in self._results else []
         needed = False
         for r in self._readers[value]:
@@ -97,20 +98,23 @@ class Lifetimes:
                 reads.append((2 * r, 2 * r))
                 needed |= reader.name in KERNELS
             elif reader.name in VIEWS:
-                same = len(reader.inputs) == len(reader.outputs)
-                view = reader.outputs[reader.inputs.index(value) if same else 0]
-                barrier = reader.name == "optimization_barrier"
-                # A loop's state behind a barrier is computed there; nothing is fused through one.
-                now = barrier and not computed and view in self._results
-                reads.append((2 * r, 2 * r) if now else (self._first[view], self._last[view]))
-                needed |= barrier or self._needed[view]
+                views = [new for old, new in reader.shared if old is value]
+                reads += [(self._first[view], self._last[view]) for view in views]
+                # Nothing is fused through a barrier.
+                needed |= reader.name == _BARRIER or any(self._needed[view] for view in views)
             else:
                 for fused in reader.outputs:
                     times = self._first[fused], self._last[fused]
                     reads.append((self._runs(fused),) * 2 if self._stored[fused] else times)
-        self._first[value] = min((first for first, _ in reads), default=end)
-        self._last[value] = max((last for _, last in reads), default=2 * at)
+        if not self._on_gpu and operation.name in _EXPENSIVE:
+            needed |= len(self._readers[value]) > 1
+        self._first[value] = min((first for first, _ in reads), default=2 * at)
+        last = max((last for _, last in reads), default=2 * at)
+        # A value from outside of a loop is read in every iteration.
+        around = self._loops[last // 2] if last < end else ()
+        self._last[value] = max([last, *(2 * stop for start, stop in around if start > at)])
         self._needed[value] = needed
+        computed = operation.name in _UNFUSED
         self._stored[value] = computed or (needed and operation.name not in VIEWS)
 
     def _runs(self, value: Value) -> int:
@@ -119,12 +123,8 @@ class Lifetimes:
 
     def buffers(self) -> list[Buffer]:
         """Returns all buffers."""
-        replaced = self._overwritten() if self._on_gpu else set[Value]()
-        until = self._computed_together() if self._on_gpu else {}
-        for at, operation in enumerate(self._operations):
-            # State updated in place is counted as the result, unless the old one is read later.
-            old = (old for old, _ in operation.in_place)
-            replaced.update(value for value in old if self._last.get(value, 2 * at) == 2 * at)
+        replaced = self._replaced()
+        until = self._computed_together() | self._summed_until() if self._on_gpu else {}
         buffers = []
         for at, operation in enumerate(self._operations):
             computed = operation.name in _UNFUSED
@@ -137,6 +137,19 @@ class Lifetimes:
                         buffers.append(Buffer(value, at, start, stop))
         return buffers
 
+    def _replaced(self) -> set[Value]:
+        """Returns values in whose memory the last operation that reads them writes its result."""
+        found = set[Value]()
+        for value, operands in self._fused(through_barriers=True) if self._on_gpu else ():
+            alike = (u for u in operands if u not in found and u.bytes == value.bytes)
+            dying = (u for u in alike if self._last.get(u) == self._runs(value))
+            found.update(itertools.islice(dying, 1))
+        for at, operation in enumerate(self._operations):
+            if operation.name not in VIEWS:
+                shared = [self._viewed.get(old, old) for old, _ in operation.shared]
+                found.update(old for old in shared if self._last.get(old, 2 * at) == 2 * at)
+        return found
+
     def _fused(self, *, through_barriers: bool) -> Iterator[tuple[Value, Iterable[Value]]]:
         """Yields fused values that have a buffer, with the buffers that they are computed from."""
         operands: dict[Value, Iterable[Value]] = {}
@@ -145,20 +158,11 @@ class Lifetimes:
                 continue
             read = ([v] if self._stored.get(v, True) else operands[v] for v in operation.inputs)
             mine = dict.fromkeys(itertools.chain.from_iterable(read))  # in order, each once
-            apart = operation.name == "optimization_barrier" and not through_barriers
+            apart = operation.name == _BARRIER and not through_barriers
             for value in operation.outputs:
                 operands[value] = [value] if apart else mine
                 if self._stored[value]:
                     yield value, operands[value]
-
-    def _overwritten(self) -> set[Value]:
-        """Returns values in whose buffer a fused result of their size is written."""
-        found = set[Value]()
-        for value, operands in self._fused(through_barriers=True):
-            alike = (u for u in operands if u not in found and u.bytes == value.bytes)
-            dying = (u for u in alike if self._last.get(u) == self._runs(value))
-            found.update(itertools.islice(dying, 1))
-        return found
 
     def _computed_together(self) -> dict[Value, int]:
         """Returns until when fused results live that one kernel computes of the same value.
@@ -175,3 +179,56 @@ class Lifetimes:
             runs = max(map(self._runs, values))
             until |= {value: max(runs, until.get(value, 0)) for value in values}
         return until
+
+    def _summed_until(self) -> dict[Value, int]:
+        """Returns until when gradients live that are being summed over devices.
+
+        A sum ends where a barrier requires its result. Those after the last barrier end together.
+        """
+        until, last, end = dict[Value, int](), 0, len(self._operations) - 1
+        for at in range(end, -1, -1):
+            operation = self._operations[at]
+            if operation.name in (_BARRIER, LOOP, LOOP_END):
+                last = 0
+            elif operation.name in ("reduce_scatter", "all_to_all"):
+                last = last or 2 * at
+            if operation.name == "reduce_scatter":
+                read, full = self._first[operation.outputs[0]], operation.inputs[0]
+                required = self._operations[min((read + 1) // 2, end)].name == _BARRIER
+                until[self._viewed.get(full, full)] = read if required else last
+        return until
+
+
+def _with_epilogues(step: LinearStep) -> list[Operation]:
+    """Returns the operations with casts and sums of products as part of these.
+
+    Such a sum is written over the other operand.
+    """
+    operations, readers = list(step.operations), readers_of(step.operations)
+    made_at = {value: at for at, o in enumerate(operations) for value in o.outputs}
+    for at, product in enumerate(step.operations):
+        result, reads = product.outputs[0], readers[product.outputs[0]]
+        if product.name not in _PRODUCTS or result in step.results or len(reads) != 1:
+            continue
+        epilogue = step.operations[reads[0]]
+        out, others = epilogue.outputs[0], [v for v in epilogue.inputs if v is not result]
+        known = all(made_at.get(value, -1) < at for value in others)
+        if epilogue.name in _EPILOGUES and known and out.bytes <= result.bytes:
+            shared = [(value, out) for value in others if value.bytes == out.bytes]
+            inputs = [*product.inputs, *others]
+            operations[at] = Operation(product.name, product.context, inputs, [out], shared)
+            operations[reads[0]] = Operation(epilogue.name, epilogue.context, [], [])
+    return operations
+
+
+def _loops(operations: Sequence[Operation]) -> list[tuple[tuple[int, int], ...]]:
+    """Returns for each operation where the loops around it start and stop."""
+    starts, around = list[int](), list[tuple[tuple[int, int], ...]]([()] * len(operations))
+    for at, operation in enumerate(operations):
+        if operation.name == LOOP:
+            starts.append(at)
+        elif operation.name == LOOP_END:
+            start = starts.pop()
+            for inside in range(start + 1, at):
+                around[inside] += ((start, at),)
+    return around

@@ -1,8 +1,8 @@
-"""A traced step as operations between the arrays of one device.
+"""A traced step as a list of operations between the arrays of one device.
 
-Calls (`jit`, `remat`, `custom_vjp`) are inlined. A loop or a branch is one operation with the
-program of an iteration. This is the step before the compiler fuses and schedules it, analysed in a
-fraction of a second for a model of any size.
+Calls (`jit`, `remat`, `custom_vjp`) are inlined. A loop is one iteration between the operations
+"loop" and "loop_end", and branches follow each other. This is the step before the compiler fuses
+and schedules it, analysed in a fraction of a second for a model of any size.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,11 +21,15 @@ from zero_jax.tracing.jaxpr import AnyJaxpr, Atom, as_closed, is_var, shape_of
 
 # Operations that write their result over their first operand.
 IN_PLACE = frozenset(
-    (
-        *("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"),
-        "dynamic_update_slice",
-    )
+    "scatter scatter-add scatter-mul scatter-min scatter-max dynamic_update_slice".split()
 )
+# Other views of the same bytes.
+VIEWS = frozenset(
+    "reshape squeeze expand_dims copy copy_p optimization_barrier pcast name stop_gradient "
+    "bitcast_convert_type".split()
+)
+# A loop starts with its state and with memory for stacked results, and ends with both.
+LOOP, LOOP_END = "loop", "loop_end"
 
 
 @dataclass(eq=False)
@@ -63,73 +67,43 @@ Values = Sequence[Value | None]
 
 @dataclass(eq=False)
 class Operation:
-    """An equation, a loop or a branch.
+    """An equation, or an end of a loop or a branch.
 
     Attributes:
       name: The primitive.
       context: Its place in the traced function.
       inputs: Values it reads.
       outputs: Values it computes.
-      bodies: Program of an iteration of a loop, or of each branch.
-      in_place: (input, output) pairs that share memory: the state of a loop, the target of an
-        update.
+      shared: (input, output) pairs that share memory: views, targets of updates, states of loops.
     """
 
     name: str
     context: str
     inputs: list[Value]
     outputs: list[Value]
-    bodies: "Sequence[Program]" = ()
-    in_place: Sequence[tuple[Value, Value]] = ()
-
-    @property
-    def backward(self) -> bool:
-        """True in the transposed part."""
-        return "transpose(" in self.context
-
-    @property
-    def inside(self) -> "list[Operation]":
-        """The operations of one iteration of a loop, or of all branches."""
-        return [o for body in self.bodies for o in body.operations]
+    shared: Sequence[tuple[Value, Value]] = ()
 
 
 @dataclass
-class Program:
-    """Operations in the order of the trace.
-
-    Attributes:
-      inputs: The inputs.
-      results: The results.
-      operations: Operations on which results depend.
-      given: For a body, (input, value outside) pairs; a loop passes a slice to an input of lower
-        rank.
-    """
+class LinearStep:
+    """The inputs, the results, and the operations on which these depend, in their order."""
 
     inputs: list[Value]
     results: Values
     operations: list[Operation]
-    given: Sequence[tuple[Value, Value]] = ()
-
-    @property
-    def outputs(self) -> set[Value]:
-        """The results without literals."""
-        return set(_present(self.results))
 
 
-def program_of(
-    jaxpr: AnyJaxpr, split: Sequence[Dim] = (), parts: int = 1, outside: Values = ()
-) -> Program:
-    """Returns a jaxpr as a program.
+def linear_step(jaxpr: AnyJaxpr, split: Sequence[Dim] = (), parts: int = 1) -> LinearStep:
+    """Returns the operations of a jaxpr.
 
     Args:
       jaxpr: A jaxpr, open or closed.
       split: The dim of each of its first inputs that is sharded over `model`, or None.
       parts: Size of that axis.
-      outside: For a body, the values that it is given.
 
     >>> sin = jax.jit(jax.numpy.sin)
     >>> step = jax.make_jaxpr(lambda x: sin(x) @ x)(jax.numpy.ones((2, 2)))
-    >>> [operation.name for operation in program_of(step).operations]
+    >>> [operation.name for operation in linear_step(step).operations]
     ['sin', 'dot_general']
     """
     closed, recorder = as_closed(jaxpr), _Recorder(parts)
@@ -137,14 +111,17 @@ def program_of(
     for value, dim in zip(inputs, split, strict=False):
         value.split = dim
     results = recorder.run(closed, inputs)
-    needed, operations = set(_present(results)), list[Operation]()
+    needed, operations, ends = set(_present(results)), list[Operation](), list[bool]()
     for operation in reversed(recorder.operations):
-        if not needed.isdisjoint(operation.outputs):
+        keep = not needed.isdisjoint(operation.outputs)
+        if operation.name == LOOP_END:
+            ends.append(keep)
+        elif operation.name == LOOP:
+            keep = ends.pop()
+        if keep:
             operations.append(operation)
             needed.update(operation.inputs)
-    pairs = zip(inputs, outside, strict=False)
-    given = [(inside, value) for inside, value in pairs if value is not None]
-    return Program(inputs, results, operations[::-1], given)
+    return LinearStep(inputs, results, operations[::-1])
 
 
 def device_part(jaxpr: AnyJaxpr) -> jex.Jaxpr:
@@ -169,7 +146,7 @@ class _Recorder(Interpreter[Value | None]):
 
     def __init__(self, parts: int):
         super().__init__()
-        self.handlers |= {"while": self._loop, "cond": self._loop, "shard_map": self._shard_map}
+        self.handlers["shard_map"] = self._shard_map
         self._parts = parts
         self.operations: list[Operation] = []
 
@@ -181,10 +158,9 @@ class _Recorder(Interpreter[Value | None]):
         return self.value(atom) if is_var(atom) else None
 
     def default(self, eqn: jex.JaxprEqn, values: Values) -> Values:
-        outputs = self._outputs(eqn, values)
-        pairs = zip(values[:1], outputs, strict=False) if eqn.primitive.name in IN_PLACE else ()
-        in_place = [(old, new) for old, new in pairs if old is not None]
-        self._record(eqn, eqn.primitive.name, values, outputs, in_place=in_place)
+        name, outputs = eqn.primitive.name, self._outputs(eqn, values)
+        shared = len(outputs) if name in VIEWS else int(name in IN_PLACE)
+        self._record(eqn, name, values, outputs, shared)
         return outputs
 
     def _outputs(self, eqn: jex.JaxprEqn, values: Values) -> list[Value]:
@@ -199,79 +175,89 @@ class _Recorder(Interpreter[Value | None]):
         return [self.value(v, dim) for v, dim in zip(eqn.outvars, dims, strict=True)]
 
     def _record(
-        self, eqn: jex.JaxprEqn, name: str, inputs: Values, outputs: Values, **more: Any
+        self, eqn: jex.JaxprEqn, name: str, inputs: Values, outputs: Values, shared: int = 0
     ) -> None:
+        """Records an operation whose first inputs share memory with its first outputs."""
+        pairs = zip(inputs[:shared], outputs[:shared], strict=True)
+        both = [(old, new) for old, new in pairs if old is not None and new is not None]
         context = str(eqn.source_info.name_stack)
-        operation = Operation(name, context, _present(inputs), _present(outputs), **more)
+        operation = Operation(name, context, _present(inputs), _present(outputs), both)
         self.operations.append(operation)
 
     def scan(self, eqn: jex.JaxprEqn, values: Values) -> Values:
-        if eqn.params["length"] > 1:
-            return self._loop(eqn, values)
-        outputs, body = self._outputs(eqn, values), jaxprs.inner(eqn)
-        splits = [_split_as(v, shape_of(x)) for v, x in zip(values, body.jaxpr.invars, strict=True)]
-        for out, result in zip(outputs, self._inlined(eqn, body, values, splits), strict=True):
-            out.split = _split_as(result, out.shape)
-            self._record(eqn, "reshape", [result], [out])
+        """Records one iteration of a loop. A loop that has only one is no loop."""
+        if eqn.params.get("length") == 1:
+            return self._inlined(eqn, values)
+        mark, outputs = len(self.operations), self._outputs(eqn, values)
+        ((body, first),), (start, count) = jaxprs.bodies(eqn), jaxprs.state_of(eqn)
+        state, stacks = values[start : start + count], values[start + count :]
+        inside = [
+            self.value(var, _split_as(value, shape_of(var)))
+            for var, value in zip(body.jaxpr.invars[start - first :], values[start:], strict=True)
+        ]
+        room = [self.value(var) for var in eqn.outvars[count:]]
+        self._record(eqn, LOOP, state, [*inside[:count], *room], count)
+        for stack, part in zip(stacks, inside[count:], strict=True):
+            self._record(eqn, "dynamic_slice", [stack], [part])
+        results = self.run(body, [*values[first:start], *inside])
+        late = [
+            (value, result.split)
+            for value, result in zip(state, results, strict=False)
+            if value and result and value.split is None and result.split is not None
+        ]
+        if late:  # the state is sharded like its result from the start
+            for value, split in late:
+                value.split = split
+            del self.operations[mark:]
+            return self.scan(eqn, values)
+        _split_like([*outputs, *room], [*results, *results[count:]])
+        self._record(
+            eqn, LOOP_END, [*results[:count], *room, *results[count:]], outputs, len(outputs)
+        )
         return outputs
+
+    while_loop = scan
+
+    def cond(self, eqn: jex.JaxprEqn, values: Values) -> Values:
+        """Records all branches, one after the other."""
+        outputs = self._outputs(eqn, values)
+        cases = [self.run(branch, values[first:]) for branch, first in jaxprs.bodies(eqn)]
+        for results in cases:
+            _split_like(outputs, results)
+        self._record(eqn, "cond", [x for case in cases for x in case], outputs, len(outputs))
+        return outputs
+
+    def _inlined(self, eqn: jex.JaxprEqn, values: Values) -> Values:
+        """Records the body of a scan with one iteration."""
+        body = jaxprs.inner(eqn)
+        inside = [
+            self._view(eqn, value, var, _split_as(value, shape_of(var)))
+            for var, value in zip(body.jaxpr.invars, values, strict=True)
+        ]
+        pairs = zip(eqn.outvars, self.run(body, inside), strict=True)
+        return [self._view(eqn, x, var, _split_as(x, shape_of(var))) for var, x in pairs]
 
     def _shard_map(self, eqn: jex.JaxprEqn, values: Values) -> Values:
         """Inlines a part that is manual over `model`: its values are those of one device."""
-        for value, spec in zip(values, eqn.params["in_specs"], strict=True):
+        body, inside = as_closed(eqn.params["jaxpr"]), list[Value | None]()
+        specs = eqn.params["in_specs"]
+        for var, value, spec in zip(body.jaxpr.invars, values, specs, strict=True):
             if value is not None and value.split is None:
                 value.split = _dim_over_model(spec)
-        body = as_closed(eqn.params["jaxpr"])
-        results = self._inlined(eqn, body, values, [None] * len(values))
+            inside.append(self._view(eqn, value, var, None))
         dims = map(_dim_over_model, eqn.params["out_specs"])
-        outputs = [self.value(v, dim) for v, dim in zip(eqn.outvars, dims, strict=True)]
-        for out, result in zip(outputs, results, strict=True):
-            self._record(eqn, "reshape", [result], [out])
-        return outputs
+        results = zip(eqn.outvars, self.run(body, inside), dims, strict=True)
+        return [self._view(eqn, value, var, dim) for var, value, dim in results]
 
-    def _inlined(
-        self, eqn: jex.JaxprEqn, body: jex.ClosedJaxpr, values: Values, splits: Sequence[Dim]
-    ) -> Values:
-        """Records a body whose inputs are views of these values."""
-        inside: list[Value | None] = []
-        for var, value, split in zip(body.jaxpr.invars, values, splits, strict=True):
-            inside.append(None if value is None else self.value(var, split))
-            self._record(eqn, "reshape", [value], inside[-1:])
-        return self.run(body, inside)
-
-    def _loop(self, eqn: jex.JaxprEqn, values: Values) -> list[Value]:
-        """Records a loop or a branch, whose results are sharded as those of its body.
-
-        The state of a loop is sharded like its result from the start.
-        """
-        outputs, bodies = self._outputs(eqn, values), self._bodies(eqn, values)
-        for out, result in zip(outputs, bodies[0].results, strict=True):
-            split = _split_as(result, out.shape)
-            out.split = out.split if split is None else split
-        first, count = (0, 0) if eqn.primitive.name == "cond" else jaxprs.state_of(eqn)
-        pairs = zip(values[first : first + count], outputs[:count], strict=True)
-        state = [(start, end) for start, end in pairs if start is not None]
-        late = [
-            (start, end) for start, end in state if start.split is None and end.split is not None
-        ]
-        for start, end in late:
-            start.split = end.split
-        bodies = self._bodies(eqn, values) if late else bodies
-        inputs = [start for start, _ in state]
-        for body in bodies:
-            read = body.outputs.union(*(o.inputs for o in body.operations))
-            inputs += [outside for inside, outside in body.given if inside in read]
-        inputs = list(dict.fromkeys(inputs))
-        self._record(eqn, eqn.primitive.name, inputs, outputs, bodies=bodies, in_place=state)
-        return outputs
-
-    def _bodies(self, eqn: jex.JaxprEqn, values: Values) -> list[Program]:
-        programs = []
-        for body, first in jaxprs.bodies(eqn):
-            given = values[first:]
-            shapes = map(shape_of, body.jaxpr.invars)
-            split = [_split_as(value, shape) for value, shape in zip(given, shapes, strict=True)]
-            programs.append(program_of(body, split, self._parts, given))
-        return programs
+    def _view(
+        self, eqn: jex.JaxprEqn, value: Value | None, var: jex.Var, split: Dim
+    ) -> Value | None:
+        """Returns a value under another shape."""
+        if value is None:
+            return None
+        view = self.value(var, split)
+        self._record(eqn, "reshape", [value], [view], 1)
+        return view
 
 
 def _present(values: Iterable[Value | None]) -> list[Value]:
@@ -283,6 +269,13 @@ def _split_as(value: Value | None, shape: Sequence[int]) -> Dim:
     if value is None or value.split is None:
         return None
     return value.split + len(shape) - len(value.shape)
+
+
+def _split_like(outputs: Sequence[Value], results: Values) -> None:
+    """Shards the outputs of a loop or a branch like the results of its body."""
+    for out, result in zip(outputs, results, strict=True):
+        split = _split_as(result, out.shape)
+        out.split = out.split if split is None else split
 
 
 def _dim_over_model(spec: PartitionSpec) -> Dim:

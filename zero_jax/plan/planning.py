@@ -29,7 +29,7 @@ from zero_jax.hlo.targets import target as target_of
 from zero_jax.offload.host import HOST, is_on_host
 from zero_jax.plan import expert_elements, proof
 from zero_jax.plan.plans import Plan, Predicted
-from zero_jax.plan.temporaries import Schedule, temporaries
+from zero_jax.plan.temporaries import temporaries
 from zero_jax.plan.update import predict as predict_update
 from zero_jax.sharding import layout
 from zero_jax.sharding.mesh import (
@@ -122,14 +122,7 @@ def _predict(step: TrainStep, args: tuple[PyTree, ...], of_gpus: bool) -> Plan:
     cuts, traced = settings.splitter(full), step.read(*args)
     jaxpr = step.trace(*args).jaxpr
     peak = temporaries(
-        *(jaxpr, counts[0], given),
-        split=[None if c.model is None else c.model % len(c.shape) for c in cuts],
-        parts=settings.model_axis.size,
-        schedule=Schedule(
-            layers_ahead=int(of_gpus and settings.gathers_ahead(traced.layers)),
-            bucket_bytes=settings.bucket_bytes,
-            on_gpu=of_gpus,
-        ),
+        *(jaxpr, traced.leaves, given), parts=settings.model_axis.size, on_gpu=of_gpus
     )
     terms = dict(peak.terms)
     if peak.fragmentation:

@@ -6,8 +6,7 @@ matrices (Muon, Shampoo, GaLore) sends each to its assigned device and receives 
 over sharded dims (those of vectors) are partitioned by XLA.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import optax
@@ -18,35 +17,22 @@ from zero_jax.low_bit.state import FP32
 from zero_jax.matrix_updates.update import AssignedUpdate, assigned_update
 from zero_jax.plan.temporaries import temporaries
 from zero_jax.sharding.partition import state_partitions
+from zero_jax.sharding.paths import PyTree
 
-PyTree = Any
 
-
-@dataclass(frozen=True)
-class Update:
-    """The update of one device and step.
-
-    Attributes:
-      elements: Elements sent for products over sharded dims, of any dtype.
-      bytes: Temporaries at the peak: matrices sent and received, and those that a device computes.
-    """
+class Update(NamedTuple):
+    """Elements that a device sends, of any dtype, and the temporaries at the peak in bytes."""
 
     elements: float = 0
     bytes: int = 0
 
 
 def predict(config: Config, tx: optax.GradientTransformation, full: PyTree) -> Update:
-    """Predicts the update of a transformation.
-
-    Args:
-      config: Settings of the run.
-      tx: Any optax transformation, not wrapped.
-      full: The full parameters.
-    """
-    if config.shards == 1 or config.offload.optimizer or config.optimizer_state_dtype != FP32:
+    """Predicts the update of a plain transformation, given the full parameters."""
+    if config.shards == 1 or config.offload.states or config.optimizer_state_dtype != FP32:
         return Update()  # nothing is sharded; or it is elementwise
     update = assigned(config, tx, full)
-    peaks = [temporaries(one.traced, 0).bytes for one in update.exchanges]
+    peaks = [temporaries(one.traced).bytes for one in update.exchanges]
     sent = sum(one.sent for one in update.exchanges)
     return Update(sent + update.left, max(peaks, default=0))
 
@@ -54,12 +40,10 @@ def predict(config: Config, tx: optax.GradientTransformation, full: PyTree) -> U
 def assigned(config: Config, tx: optax.GradientTransformation, full: PyTree) -> AssignedUpdate:
     """Returns the traced update of full parameters, with its exchanges of matrices."""
     plain = without_frozen(tx, config.frozen)
-    state = jax.eval_shape(plain.init, full)
+    state, loss = jax.eval_shape(plain.init, full), jax.ShapeDtypeStruct((), "float32")
     cuts = config.splitter(full)
-    loss = jax.ShapeDtypeStruct((), "float32")
     traced = jax.make_jaxpr(lambda g, s, p, loss: plain.update(g, s, p, value=loss))(
         *(full, state, full, loss)
     )
-    return assigned_update(
-        traced, [*cuts, *state_partitions(state, full, cuts), *cuts], config.mesh
-    )
+    partitions = [*cuts, *state_partitions(state, full, cuts), *cuts]
+    return assigned_update(traced, partitions, config.mesh)
