@@ -9,13 +9,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zero_jax
 from zero_jax.models import cross_entropy
-from zero_jax.plan.temporaries import Schedule, temporaries
+from zero_jax.plan.temporaries import temporaries
 
 N = 8  # devices
 TX = optax.adamw(1e-3)
-ON_CPUS = Schedule()
-ON_GPUS = Schedule(on_gpu=True)
-AHEAD = Schedule(layers_ahead=1, on_gpu=True)
 
 
 def scanned(h, layers):
@@ -71,10 +68,10 @@ class Network:
         tx = zero.optimizer(TX)
         return zero.train_step(self.loss, tx), (params, tx.init(params), batch)
 
-    def temporaries(self, stage, remat="block", grad_accum_steps=1, schedule=ON_CPUS):
+    def temporaries(self, stage, remat="block", grad_accum_steps=1, on_gpu=False):
         step, args = self.step(stage, remat, grad_accum_steps)
-        leaves = len(jax.tree.leaves(args[0]))
-        return temporaries(step.trace(*args).jaxpr, leaves, schedule=schedule)
+        leaves = step.read(*args).leaves
+        return temporaries(step.trace(*args).jaxpr, leaves, on_gpu=on_gpu)
 
 
 class Chunked(Network):

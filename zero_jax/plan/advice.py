@@ -15,7 +15,6 @@ import math
 from collections.abc import Sequence
 
 from zero_jax.hlo.targets import Target
-from zero_jax.plan.memory import sent_per_param
 from zero_jax.plan.plans import Plan
 from zero_jax.remat import policies
 from zero_jax.sharding.mesh import MODEL
@@ -36,10 +35,9 @@ def least_seconds(plan: Plan, products: float, target: Target) -> float:
         return math.nan
     devices = math.prod(plan.axes.values()) // plan.axes.get(MODEL, 1)
     wire = target.ring_wire(devices, min(devices, target.host_devices)) if devices > 1 else math.inf
-    elements = plan.travelling * plan.num_params / plan.model_parallel * (1 - 1 / devices)
-    gathered, reduced = sent_per_param(plan.stage, plan.grad_accum_steps, plan.remat, plan.trained)
-    gather = gathered * elements * plan.precision.param_comm_bytes / wire
-    reduce = reduced * elements * plan.precision.grad_comm_bytes / wire
+    seconds = {k: sent.bytes * (1 - 1 / devices) / wire for k, sent in plan.sent.items()}
+    gather = seconds.pop("all-gather", 0.0)
+    reduce = sum(seconds.values())
     passes = policies.parse(plan.remat).passes
     compute, backward = products * passes / 3, products * (passes - 1) / 3
     states = plan.predicted.parameters + plan.predicted.optimizer_state

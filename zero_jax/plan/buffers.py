@@ -13,38 +13,29 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from zero_jax.plan.operations import (
-    IN_PLACE,
-    LOOP,
-    LOOP_END,
-    VIEWS,
-    LinearStep,
-    Operation,
-    Value,
-)
+from zero_jax.plan.operations import IN_PLACE, LOOP, LOOP_END, VIEWS, LinearStep, Operation, Value
 from zero_jax.tracing import jaxpr as jaxprs
 
-SUMS_OVER_DEVICES = frozenset(("reduce_scatter", "psum", "psum_invariant"))
-_PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
+SUMS_OVER_DEVICES = {"reduce_scatter", "psum", "psum_invariant"}
+_PRODUCTS = {"dot_general", "conv_general_dilated"}
 # Their operands and results have buffers.
-_OTHERS = "all_gather all_to_all ppermute sort cumsum device_put rng_bit_generator top_k"
-_OTHERS += " pallas_call ffi_call"
-KERNELS = SUMS_OVER_DEVICES | IN_PLACE | _PRODUCTS | frozenset(_OTHERS.split())
+KERNELS = SUMS_OVER_DEVICES | IN_PLACE | _PRODUCTS | {"all_gather", "all_to_all", "ppermute"}
+KERNELS |= {"sort", "cumsum", "top_k", "device_put", "rng_bit_generator"}
+KERNELS |= {"pallas_call", "ffi_call"}
 # Their results have a buffer; their operands are fused into them. Every operation not named here,
 # above or among views is fused.
 _REDUCTIONS = jaxprs.REDUCTIONS | {"argmax", "argmin", "gather", "cond", LOOP, LOOP_END}
 _UNFUSED = KERNELS | _REDUCTIONS
 # XLA for CPUs computes these once, not in every operation that reads them.
-_EXPENSIVE = frozenset("exp log tanh logistic erf pow div sqrt rsqrt".split())
+_EXPENSIVE = {"exp", "log", "tanh", "logistic", "erf", "pow", "div", "sqrt", "rsqrt"}
 # XLA for GPUs writes the result of a product as this.
-_EPILOGUES = frozenset(("convert_element_type", "add", "add_any"))
+_EPILOGUES = {"convert_element_type", "add", "add_any"}
 _BARRIER = "optimization_barrier"
 
 
-@dataclass(frozen=True)
-class Buffer:
+class Buffer(NamedTuple):
     """A value in memory from `start` to `stop`, both included; operation i runs at time 2i."""
 
     value: Value
@@ -65,10 +56,7 @@ def readers_of(operations: Sequence[Operation]) -> Mapping[Value, list[int]]:
 class Lifetimes:
     """Times at which values are in memory.
 
-    Args:
-      step: The operations. The optimizer takes their results when they are computed, so fused ones
-        need no buffer.
-      on_gpu: True for XLA for GPUs.
+    The optimizer takes results of the step when they are computed, so fused ones need no buffer.
     """
 
     def __init__(self, step: LinearStep, on_gpu: bool):
@@ -82,6 +70,7 @@ class Lifetimes:
         # The first and the last time at which each value is read.
         self._first: dict[Value, int] = {}
         self._last: dict[Value, int] = {}
+        self._required: dict[Value, int] = {}  # when a barrier requires it
         self._stored: dict[Value, bool] = {}  # whether it has a buffer
         self._needed: dict[Value, bool] = {}  # whether a kernel reads it
         for at in range(len(self._operations) - 1, -1, -1):
@@ -89,33 +78,40 @@ class Lifetimes:
                 self._settle(value, at)
 
     def _settle(self, value: Value, at: int) -> None:
-        operation, end = self._operations[at], 2 * len(self._operations)
+        name, end = self._operations[at].name, 2 * len(self._operations)
+        computed, readers = name in _UNFUSED, self._readers[value]
         reads = [(end, end)] if value in self._results else []
-        needed = False
-        for r in self._readers[value]:
+        required = [end if readers or name != _BARRIER else 2 * at]
+        needed = not self._on_gpu and name in _EXPENSIVE and len(readers) > 1
+        for r in readers:
             reader = self._operations[r]
+            crossed = [start for start, _ in self._loops[r] if start > at]
+            # Nothing but constants is fused into a loop.
+            if crossed and not computed and self._operations[at].inputs:
+                needed = True
+                reads.append((2 * min(crossed),) * 2)
             if reader.name in _UNFUSED:
                 reads.append((2 * r, 2 * r))
-                needed |= reader.name in KERNELS
-            elif reader.name in VIEWS:
-                views = [new for old, new in reader.shared if old is value]
-                reads += [(self._first[view], self._last[view]) for view in views]
-                # Nothing is fused through a barrier.
-                needed |= reader.name == _BARRIER or any(self._needed[view] for view in views)
-            else:
-                for fused in reader.outputs:
-                    times = self._first[fused], self._last[fused]
-                    reads.append((self._runs(fused),) * 2 if self._stored[fused] else times)
-        if not self._on_gpu and operation.name in _EXPENSIVE:
-            needed |= len(self._readers[value]) > 1
+                needed |= reader.name in KERNELS or reader.name in (LOOP, LOOP_END)
+                continue
+            is_view = reader.name in VIEWS
+            views = [new for old, new in reader.shared if old is value]
+            for made in views if is_view else reader.outputs:
+                required.append(self._required[made])
+                times = self._first[made], self._last[made]
+                fused = not is_view and self._stored[made]
+                reads.append((self._runs(made),) * 2 if fused else times)
+                needed |= is_view and self._needed[made]
+            if reader.name == _BARRIER and not computed:  # nothing is fused through one
+                needed = True
+                reads.append((2 * at, 2 * at))
         self._first[value] = min((first for first, _ in reads), default=2 * at)
         last = max((last for _, last in reads), default=2 * at)
         # A value from outside of a loop is read in every iteration.
         around = self._loops[last // 2] if last < end else ()
         self._last[value] = max([last, *(2 * stop for start, stop in around if start > at)])
-        self._needed[value] = needed
-        computed = operation.name in _UNFUSED
-        self._stored[value] = computed or (needed and operation.name not in VIEWS)
+        self._required[value], self._needed[value] = min(required), needed
+        self._stored[value] = computed or (needed and name not in VIEWS)
 
     def _runs(self, value: Value) -> int:
         """Returns when a fused value is computed: on a GPU before the operation that reads it."""
@@ -140,7 +136,7 @@ class Lifetimes:
     def _replaced(self) -> set[Value]:
         """Returns values in whose memory the last operation that reads them writes its result."""
         found = set[Value]()
-        for value, operands in self._fused(through_barriers=True) if self._on_gpu else ():
+        for value, operands in self._fused(through_barriers=True):
             alike = (u for u in operands if u not in found and u.bytes == value.bytes)
             dying = (u for u in alike if self._last.get(u) == self._runs(value))
             found.update(itertools.islice(dying, 1))
@@ -185,17 +181,16 @@ class Lifetimes:
 
         A sum ends where a barrier requires its result. Those after the last barrier end together.
         """
-        until, last, end = dict[Value, int](), 0, len(self._operations) - 1
-        for at in range(end, -1, -1):
+        until, last, end = dict[Value, int](), 0, 2 * len(self._operations)
+        for at in range(len(self._operations) - 1, -1, -1):
             operation = self._operations[at]
             if operation.name in (_BARRIER, LOOP, LOOP_END):
                 last = 0
             elif operation.name in ("reduce_scatter", "all_to_all"):
                 last = last or 2 * at
             if operation.name == "reduce_scatter":
-                read, full = self._first[operation.outputs[0]], operation.inputs[0]
-                required = self._operations[min((read + 1) // 2, end)].name == _BARRIER
-                until[self._viewed.get(full, full)] = read if required else last
+                required, full = self._required[operation.outputs[0]], operation.inputs[0]
+                until[self._viewed.get(full, full)] = required if required < end else last
         return until
 
 

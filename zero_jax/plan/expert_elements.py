@@ -2,47 +2,17 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
-
-import jax.extend.core as jex
 
 from zero_jax.hlo import targets
 from zero_jax.hlo.targets import Target
 from zero_jax.models.decoder_config import DecoderConfig, layer_shapes
 from zero_jax.models.families import Config
 from zero_jax.remat import policies
-from zero_jax.sharding.mesh import EXPERTS
-from zero_jax.sharding.partition import Partition
-from zero_jax.tracing.dataflow import executed
-from zero_jax.tracing.jaxpr import shape_of
 
 # One interconnect of equal bandwidth for all devices.
 ONE_WIRE = dataclasses.replace(
     targets.target("cpu"), host_devices=2**30, fast_wire=1.0, slow_wire=1.0
 )
-_EXCHANGES = frozenset(("all_to_all", "all_gather", "reduce_scatter"))
-
-
-def travelling(cuts: Sequence[Partition], group: int) -> float:
-    """Returns the fraction of the parameters that is gathered and reduced.
-
-    A group of devices gathers only its own experts, and a group of one device gathers none.
-
-    Args:
-      cuts: Partition of each leaf.
-      group: Number of devices that share the experts of a group.
-
-    >>> cuts = [Partition((8, 6), None, 1, experts=-2, expert_shards=4), Partition((4, 8), -2, 4)]
-    >>> travelling(cuts, 1), travelling(cuts, 2)
-    (0.4, 0.55)
-    """
-    sizes = [math.prod(cut.shape) for cut in cuts]
-    sent = [
-        0 if cut.expert_shards > 1 and group == 1 else size // cut.expert_shards
-        for size, cut in zip(sizes, cuts, strict=True)
-    ]
-    return sum(sent) / max(sum(sizes), 1)
 
 
 def even(
@@ -124,21 +94,3 @@ def wires(target: Target | None) -> Target:
     """Returns the target, or one with a single interconnect if its links are unknown."""
     known = target is not None and target.fast_wire > 0 and target.slow_wire > 0
     return target if target is not None and known else ONE_WIRE
-
-
-def tokens(jaxpr: jex.Jaxpr) -> int:
-    """Returns the elements that a device sends to experts and back in one run of a traced step.
-
-    Operations whose results are not read are not counted: they are not compiled.
-    """
-    total = 0
-    for eqn, times in executed(jaxpr):
-        if _axis(eqn) == (EXPERTS,):
-            sides = eqn.outvars if eqn.primitive.name == "all_gather" else eqn.invars
-            total += times * sum(math.prod(shape_of(atom)) for atom in sides)
-    return total
-
-
-def _axis(eqn: jex.JaxprEqn) -> tuple[Any, ...]:
-    name = eqn.params.get("axis_name") if eqn.primitive.name in _EXCHANGES else None
-    return tuple(name) if isinstance(name, (tuple, list)) else (name,)

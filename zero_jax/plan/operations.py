@@ -1,13 +1,13 @@
 """A traced step as a list of operations between the arrays of one device.
 
 Calls (`jit`, `remat`, `custom_vjp`) are inlined. A loop is one iteration between the operations
-"loop" and "loop_end", and branches follow each other. This is the step before the compiler fuses
+`LOOP` and `LOOP_END`, and branches follow each other. This is the step before the compiler fuses
 and schedules it, analysed in a fraction of a second for a model of any size.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
@@ -20,14 +20,11 @@ from zero_jax.tracing.interpreter import Interpreter
 from zero_jax.tracing.jaxpr import AnyJaxpr, Atom, as_closed, is_var, shape_of
 
 # Operations that write their result over their first operand.
-IN_PLACE = frozenset(
-    "scatter scatter-add scatter-mul scatter-min scatter-max dynamic_update_slice".split()
-)
+IN_PLACE = {f"scatter{kind}" for kind in ("", "-add", "-mul", "-min", "-max")}
+IN_PLACE |= {"dynamic_update_slice"}
 # Other views of the same bytes.
-VIEWS = frozenset(
-    "reshape squeeze expand_dims copy copy_p optimization_barrier pcast name stop_gradient "
-    "bitcast_convert_type".split()
-)
+VIEWS = {"reshape", "squeeze", "expand_dims", "copy", "copy_p", "optimization_barrier", "pcast"}
+VIEWS |= {"name", "stop_gradient", "bitcast_convert_type"}
 # A loop starts with its state and with memory for stacked results, and ends with both.
 LOOP, LOOP_END = "loop", "loop_end"
 
@@ -37,10 +34,8 @@ class Value:
     """An array that an operation computes, compared by identity.
 
     Attributes:
-      shape: Shape on one device, not divided by the size of `model`.
-      full_bytes: Bytes of that shape.
-      split: The dim that tensor parallelism shards over `model`, or None.
-      parts: Size of that axis.
+      shape, full_bytes: Those on one device, not divided by the size of `model`.
+      split, parts: The dim that is sharded over `model`, or None; the size of that axis.
       on_host: True in host memory.
     """
 
@@ -67,7 +62,7 @@ Values = Sequence[Value | None]
 
 @dataclass(eq=False)
 class Operation:
-    """An equation, or an end of a loop or a branch.
+    """An equation, or an end of a loop.
 
     Attributes:
       name: The primitive.
@@ -84,8 +79,7 @@ class Operation:
     shared: Sequence[tuple[Value, Value]] = ()
 
 
-@dataclass
-class LinearStep:
+class LinearStep(NamedTuple):
     """The inputs, the results, and the operations on which these depend, in their order."""
 
     inputs: list[Value]
@@ -96,10 +90,8 @@ class LinearStep:
 def linear_step(jaxpr: AnyJaxpr, split: Sequence[Dim] = (), parts: int = 1) -> LinearStep:
     """Returns the operations of a jaxpr.
 
-    Args:
-      jaxpr: A jaxpr, open or closed.
-      split: The dim of each of its first inputs that is sharded over `model`, or None.
-      parts: Size of that axis.
+    `split` has the dim of each of its first inputs that is sharded over `model`, an axis of `parts`
+    devices, or None.
 
     >>> sin = jax.jit(jax.numpy.sin)
     >>> step = jax.make_jaxpr(lambda x: sin(x) @ x)(jax.numpy.ones((2, 2)))
@@ -130,19 +122,16 @@ def device_part(jaxpr: AnyJaxpr) -> jex.Jaxpr:
     Raises:
       ValueError: There is none.
     """
-    for eqn in jaxprs.nested(as_closed(jaxpr).jaxpr):
-        if eqn.primitive.name == "shard_map":
-            body: jex.Jaxpr = eqn.params["jaxpr"]
-            return body
-    raise ValueError("the function has no shard_map in it: give one made by zero.train_step")
+    eqns = jaxprs.nested(as_closed(jaxpr).jaxpr)
+    bodies = (eqn.params["jaxpr"] for eqn in eqns if eqn.primitive.name == "shard_map")
+    body: jex.Jaxpr | None = next(bodies, None)
+    if body is None:
+        raise ValueError("the function has no shard_map in it: give one made by zero.train_step")
+    return body
 
 
 class _Recorder(Interpreter[Value | None]):
-    """Records the operations of a jaxpr.
-
-    Args:
-      parts: Size of the axis `model`.
-    """
+    """Records the operations of a jaxpr, on devices of which `parts` are along `model`."""
 
     def __init__(self, parts: int):
         super().__init__()
@@ -180,9 +169,8 @@ class _Recorder(Interpreter[Value | None]):
         """Records an operation whose first inputs share memory with its first outputs."""
         pairs = zip(inputs[:shared], outputs[:shared], strict=True)
         both = [(old, new) for old, new in pairs if old is not None and new is not None]
-        context = str(eqn.source_info.name_stack)
-        operation = Operation(name, context, _present(inputs), _present(outputs), both)
-        self.operations.append(operation)
+        context, made = str(eqn.source_info.name_stack), list(dict.fromkeys(_present(outputs)))
+        self.operations.append(Operation(name, context, _present(inputs), made, both))
 
     def scan(self, eqn: jex.JaxprEqn, values: Values) -> Values:
         """Records one iteration of a loop. A loop that has only one is no loop."""
@@ -190,30 +178,24 @@ class _Recorder(Interpreter[Value | None]):
             return self._inlined(eqn, values)
         mark, outputs = len(self.operations), self._outputs(eqn, values)
         ((body, first),), (start, count) = jaxprs.bodies(eqn), jaxprs.state_of(eqn)
-        state, stacks = values[start : start + count], values[start + count :]
-        inside = [
-            self.value(var, _split_as(value, shape_of(var)))
-            for var, value in zip(body.jaxpr.invars[start - first :], values[start:], strict=True)
-        ]
+        state, variables = values[start : start + count], body.jaxpr.invars[start - first :]
+        pairs = zip(variables, values[start:], strict=True)
+        inside = [self.value(var, _split_as(value, shape_of(var))) for var, value in pairs]
         room = [self.value(var) for var in eqn.outvars[count:]]
         self._record(eqn, LOOP, state, [*inside[:count], *room], count)
-        for stack, part in zip(stacks, inside[count:], strict=True):
+        for stack, part in zip(values[start + count :], inside[count:], strict=True):
             self._record(eqn, "dynamic_slice", [stack], [part])
         results = self.run(body, [*values[first:start], *inside])
-        late = [
-            (value, result.split)
-            for value, result in zip(state, results, strict=False)
-            if value and result and value.split is None and result.split is not None
-        ]
+        late = [(x, y.split) for x, y in zip(state, results, strict=False) if x and y]
+        late = [(x, split) for x, split in late if x.split is None and split is not None]
         if late:  # the state is sharded like its result from the start
             for value, split in late:
                 value.split = split
             del self.operations[mark:]
             return self.scan(eqn, values)
         _split_like([*outputs, *room], [*results, *results[count:]])
-        self._record(
-            eqn, LOOP_END, [*results[:count], *room, *results[count:]], outputs, len(outputs)
-        )
+        ends, outs = [*results, *room], [*outputs, *outputs[count:]]
+        self._record(eqn, LOOP_END, ends, outs, len(outs))
         return outputs
 
     while_loop = scan
@@ -229,18 +211,17 @@ class _Recorder(Interpreter[Value | None]):
 
     def _inlined(self, eqn: jex.JaxprEqn, values: Values) -> Values:
         """Records the body of a scan with one iteration."""
+
+        def views(variables: Sequence[jex.Var], values: Values) -> list[Value]:
+            pairs = zip(variables, values, strict=True)
+            return [self._view(eqn, x, var, _split_as(x, shape_of(var))) for var, x in pairs]
+
         body = jaxprs.inner(eqn)
-        inside = [
-            self._view(eqn, value, var, _split_as(value, shape_of(var)))
-            for var, value in zip(body.jaxpr.invars, values, strict=True)
-        ]
-        pairs = zip(eqn.outvars, self.run(body, inside), strict=True)
-        return [self._view(eqn, x, var, _split_as(x, shape_of(var))) for var, x in pairs]
+        return views(eqn.outvars, self.run(body, views(body.jaxpr.invars, values)))
 
     def _shard_map(self, eqn: jex.JaxprEqn, values: Values) -> Values:
         """Inlines a part that is manual over `model`: its values are those of one device."""
-        body, inside = as_closed(eqn.params["jaxpr"]), list[Value | None]()
-        specs = eqn.params["in_specs"]
+        body, specs, inside = as_closed(eqn.params["jaxpr"]), eqn.params["in_specs"], list[Value]()
         for var, value, spec in zip(body.jaxpr.invars, values, specs, strict=True):
             if value is not None and value.split is None:
                 value.split = _dim_over_model(spec)
@@ -249,12 +230,8 @@ class _Recorder(Interpreter[Value | None]):
         results = zip(eqn.outvars, self.run(body, inside), dims, strict=True)
         return [self._view(eqn, value, var, dim) for var, value, dim in results]
 
-    def _view(
-        self, eqn: jex.JaxprEqn, value: Value | None, var: jex.Var, split: Dim
-    ) -> Value | None:
+    def _view(self, eqn: jex.JaxprEqn, value: Value | None, var: jex.Var, split: Dim) -> Value:
         """Returns a value under another shape."""
-        if value is None:
-            return None
         view = self.value(var, split)
         self._record(eqn, "reshape", [value], [view], 1)
         return view

@@ -9,10 +9,11 @@ use.
 import dataclasses
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import numpy as np
 import optax
 from jax.sharding import AbstractMesh, NamedSharding
@@ -26,24 +27,24 @@ from zero_jax.engine.step import TrainStep
 from zero_jax.hlo import aot
 from zero_jax.hlo.targets import Target
 from zero_jax.hlo.targets import target as target_of
-from zero_jax.offload.host import HOST, is_on_host
-from zero_jax.plan import expert_elements, proof
-from zero_jax.plan.plans import Plan, Predicted
+from zero_jax.offload import tiers
+from zero_jax.offload.tiers import HOST
+from zero_jax.plan import proof
+from zero_jax.plan.operations import device_part
+from zero_jax.plan.plans import Plan, Predicted, Sent
 from zero_jax.plan.temporaries import temporaries
 from zero_jax.plan.update import predict as predict_update
 from zero_jax.sharding import layout
-from zero_jax.sharding.mesh import (
-    AnyMesh,
-    axis_size,
-    batch_sharding,
-    data_axis,
-    experts_size,
-    on_gpu,
-)
+from zero_jax.sharding.mesh import MODEL, AnyMesh, batch_sharding, on_gpu
 from zero_jax.sharding.partition import Partition
 from zero_jax.sharding.paths import trained_part
+from zero_jax.tracing.dataflow import executed
+from zero_jax.tracing.jaxpr import bytes_of, shape_of
 
 PyTree = Any
+_KINDS = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
+_KINDS |= {"all_to_all": "all-to-all", "ppermute": "collective-permute"}
+_KINDS |= dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), "all-reduce")
 
 
 def of(
@@ -115,21 +116,15 @@ def _is_for_gpus(mesh: AnyMesh, target: Target | None) -> bool:
 
 def _predict(step: TrainStep, args: tuple[PyTree, ...], of_gpus: bool) -> Plan:
     params, opt_state, batch, *extras = args
-    counts = [len(jax.tree.leaves(tree)) for tree in (params, batch, extras)]
-    given = sum(counts) + 1  # the loss scale
-    settings = step.settings
+    leaves, rows, others = (len(jax.tree.leaves(tree)) for tree in (params, batch, extras))
+    settings, parts = step.settings, step.settings.model_axis.size
     full = jax.eval_shape(layout.unpad, params)
-    cuts, traced = settings.splitter(full), step.read(*args)
-    jaxpr = step.trace(*args).jaxpr
-    peak = temporaries(
-        *(jaxpr, traced.leaves, given), parts=settings.model_axis.size, on_gpu=of_gpus
-    )
-    terms = dict(peak.terms)
-    if peak.fragmentation:
-        terms["fragmentation"] = peak.fragmentation
+    traced, jaxpr = step.read(*args), step.trace(*args).jaxpr
+    given = leaves + rows + others + 1  # the loss scale
+    peak = temporaries(jaxpr, traced.leaves, given, parts=parts, on_gpu=of_gpus)
+    terms, update = peak.terms, predict_update(settings, step.transformation.plain, full)
     if of_gpus and settings.stage == 3 and (transposed := transposed_bytes(traced.leaves)):
-        terms["transposed"] = transposed
-    update = predict_update(settings, step.transformation.plain, full)
+        terms = {**terms, "transposed": transposed}
     if update.bytes > sum(terms.values()):
         terms = {"update": update.bytes}
     host = bytes_on(params, HOST) + bytes_on(opt_state, HOST)
@@ -139,6 +134,8 @@ def _predict(step: TrainStep, args: tuple[PyTree, ...], of_gpus: bool) -> Plan:
         fetched = bytes_on(params, HOST) if settings.stage in (0, 3) else 0
         pieces = min(2 * settings.offload.piece_bytes, host)
         streams = {"fetched": fetched, "pieces": pieces}
+    sent = _sent(device_part(jaxpr), settings.mesh.shape, parts)
+    sent["update"] = Sent(update.elements, 4 * update.elements)  # fp32 momentum and what it becomes
     return Plan(
         stage=settings.stage,
         grad_accum_steps=settings.grad_accum_steps,
@@ -148,12 +145,7 @@ def _predict(step: TrainStep, args: tuple[PyTree, ...], of_gpus: bool) -> Plan:
         layers=tuple(traced.layers),
         window=traced.window,
         trained=trained_part(full, settings.frozen),
-        precision=settings.precision,
-        update_elements=update.elements,
-        token_elements=expert_elements.tokens(jaxpr.jaxpr),
-        travelling=expert_elements.travelling(
-            cuts, axis_size(settings.mesh, data_axis(settings.mesh)) // experts_size(settings.mesh)
-        ),
+        sent=sent,
         predicted=Predicted(
             parameters=bytes_on(params),
             optimizer_state=bytes_on(opt_state),
@@ -165,19 +157,25 @@ def _predict(step: TrainStep, args: tuple[PyTree, ...], of_gpus: bool) -> Plan:
     )
 
 
-def bytes_on(tree: PyTree, kind: str = "device") -> int:
-    """Returns the bytes of one device's shards in one kind of memory."""
-    return sum(_leaf_bytes(x) for x in jax.tree.leaves(tree) if is_on_host(x) == (kind == HOST))
+def _sent(jaxpr: jex.Jaxpr, axes: Mapping[str, int], parts: int) -> dict[str, Sent]:
+    """Returns the elements and bytes that a device sends, by kind of collective.
 
-
-def _leaf_bytes(leaf: Any) -> int:
-    if jax.dtypes.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
-        leaf = jax.eval_shape(jax.random.key_data, leaf)
-    sharding = getattr(leaf, "sharding", None)
-    shape = np.shape(leaf)
-    if isinstance(sharding, NamedSharding):
-        shape = sharding.shard_shape(shape)
-    return int(np.prod(shape)) * jax.dtypes.result_type(leaf).itemsize
+    Collectives along `model` alone are left out; others are sharded over its `parts` devices.
+    Operations whose results are not read are not counted: they are not compiled.
+    """
+    sent: dict[str, Sent] = {}
+    for eqn, times in executed(jaxpr):
+        kind = _KINDS.get(eqn.primitive.name)
+        names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        names = names if isinstance(names, (tuple, list)) else (names,)
+        if kind and set(names) != {MODEL} and math.prod(axes[name] for name in names) > 1:
+            arrays = eqn.outvars if kind == "all-gather" else eqn.invars
+            runs = times * (2 if kind == "all-reduce" else 1) / parts
+            before = sent.get(kind, Sent(0, 0))
+            elements = runs * sum(math.prod(shape_of(x)) for x in arrays)
+            size = runs * sum(map(bytes_of, arrays))
+            sent[kind] = Sent(before.elements + elements, before.bytes + size)
+    return sent
 
 
 def _placed(batch: PyTree, sharding: NamedSharding) -> PyTree:

@@ -2,13 +2,11 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from zero_jax.collectives.precision import Precision
 from zero_jax.engine.lifetimes import Layers
 from zero_jax.hlo import aot, auditor, roofline
 from zero_jax.hlo.targets import Target
-from zero_jax.plan.memory import elements_per_param, sent_per_param
 from zero_jax.plan.tables import gigabytes, table
 from zero_jax.remat import policies
 from zero_jax.sharding.mesh import MODEL
@@ -26,10 +24,9 @@ class Predicted:
       optimizer_state: Optimizer state on the device, from the shapes of any optax transformation;
         Adam 8Ψ/N. Includes the 16 bytes of the guard.
       batch: The rows of this device, and the extra arguments.
-      temporaries: Bytes by term of `temporaries.TERMS`: copy, gradients, saved, loss, buffers,
-        work. Offload adds fetched (master parameters while the model uses them) and pieces (two
-        pieces of the streamed update), programs for GPUs fragmentation. If the update has a higher
-        peak than forward and backward, see `update.Update`.
+      temporaries: Bytes by term of `temporaries.TERMS`. Offload adds fetched (master parameters
+        while the model uses them) and pieces (two pieces of the streamed update). If the update has
+        a higher peak than forward and backward, see `update.Update`.
       host_states: Host memory of offloaded states: 8Ψ/N of Adam's state, 4Ψ/N of fp32 master
         parameters.
       host_saved: Host memory of activations that a remat policy offloads between forward and
@@ -73,6 +70,13 @@ class Predicted:
         return self.argument_bytes + sum(self.temporaries.values())
 
 
+class Sent(NamedTuple):
+    """Elements and bytes; an all-reduce sends its elements twice."""
+
+    elements: float
+    bytes: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """One step on one mesh: predicted memory and communication, and the compiled program if any.
@@ -87,11 +91,8 @@ class Plan:
       window: Elements of the largest layer or leaf that is gathered at once.
       predicted: Predicted bytes by term.
       trained: Fraction of Ψ that is not frozen.
-      update_elements: Elements that the update sends for products of partitioned matrices, in
-        addition to ZeRO's.
-      token_elements: Elements of tokens sent to expert-parallel devices and back.
-      travelling: Fraction of Ψ outside expert parallelism, which is gathered and reduced.
-      precision: Dtypes of the step, which determine the bytes per element sent.
+      sent: Elements and bytes that each device sends per step, by kind of collective, counted in
+        the trace; "update" for those of an update of partitioned matrices.
       compiled: Audit of the compiled program; None if only predicted.
       target: Target of the compilation; None for the devices of the mesh.
       time: Modelled lower bound of the step time; None if only predicted, or if the device has no
@@ -107,10 +108,7 @@ class Plan:
     window: int
     predicted: Predicted
     trained: float = 1.0
-    update_elements: float = 0.0
-    token_elements: float = 0.0
-    travelling: float = 1.0
-    precision: Precision = Precision()
+    sent: Mapping[str, Sent] = dataclasses.field(default_factory=dict)
     compiled: auditor.Audit | None = None
     target: Target | None = None
     time: roofline.StepTime | None = None
@@ -139,25 +137,23 @@ class Plan:
     def elements_per_param(self) -> float:
         """Elements that ZeRO sends per device and step, divided by Ψ / MP.
 
-        Counted in the compiled program if there is one. Otherwise it is the closed form of the
-        paper plus the elements of the update, an overestimate if an embedding is looked up.
-        Tensor-parallel communication along `model` is excluded.
+        Counted in the compiled program if there is one, otherwise in the trace. Tensor-parallel
+        communication along `model` is excluded.
 
         Raises:
           ValueError: A loop with a collective has an unknown trip count; see `countable`.
         """
         if self.compiled is not None:
             return self.compiled.elements_per_param(self.num_params, self.model_parallel)
-        own = self.update_elements + self.token_elements
-        zeros = elements_per_param(self.stage, self.grad_accum_steps, self.remat, self.trained)
-        return self.travelling * zeros + own / max(self.num_params / self.model_parallel, 1)
+        elements = sum(sent.elements for sent in self.sent.values())
+        return elements / max(self.num_params / self.model_parallel, 1)
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that each device sends per step: counted if compiled, otherwise in closed form.
+        """Bytes that each device sends per step, counted as `elements_per_param`.
 
-        Excludes a ring's factor (N-1)/N and the scales of int8 and int4. Tensor-parallel
-        communication is included only if compiled.
+        Excludes a ring's factor (N-1)/N. Tensor-parallel communication is included only if
+        compiled.
 
         Raises:
           ValueError: A loop with a collective has an unknown trip count; see `countable`.
@@ -165,13 +161,7 @@ class Plan:
         if self.compiled is not None:
             sent = self.compiled.overlap()
             return sent.concurrent + sent.exposed
-        known = (self.stage, self.grad_accum_steps, self.remat, self.trained)
-        gathered, reduced = sent_per_param(*known)
-        precision, psi = self.precision, self.num_params / self.model_parallel
-        each = gathered * precision.param_comm_bytes + reduced * precision.grad_comm_bytes
-        update = self.update_elements * 4  # of fp32 momentum and what is made of it
-        tokens = self.token_elements * precision.compute.itemsize
-        return self.travelling * psi * each + update + tokens
+        return sum(sent.bytes for sent in self.sent.values())
 
     @property
     def host_bytes_sent(self) -> int:

@@ -1,10 +1,8 @@
 """Peak of a training step's temporaries, predicted from its trace: no compiler, no device.
 
-`operations.py` reads the trace as a list of operations, each loop as one iteration: forward, loss,
-backward. `buffers.py` says which values are in memory and when. Operations run in the order of the
-trace, since the engine writes out when layers are gathered and their gradients reduced
-(`engine/layers.py`). No number is fitted: `docs/plan-accuracy.md` has the error against the
-compiled program.
+`operations.py` reads the trace, `buffers.py` says which values are in memory and when. Operations
+run in the order of the trace, since the engine writes out when layers are gathered and gradients
+reduced (`engine/layers.py`). No number is fitted: `docs/plan-accuracy.md` has the errors.
 
 Terms at the peak; L layers, B sequences, T tokens, D width, c bytes of the compute dtype, r of the
 reduce dtype:
@@ -27,7 +25,7 @@ import itertools
 import operator
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from zero_jax.engine.lifetimes import Leaf
 from zero_jax.plan.buffers import KERNELS, SUMS_OVER_DEVICES, Buffer, Lifetimes, readers_of
@@ -45,14 +43,8 @@ from zero_jax.tracing.jaxpr import AnyJaxpr
 TERMS = ("copy", "gradients", "saved", "loss", "work")
 
 
-@dataclass(frozen=True)
-class Temporaries:
-    """Temporaries of one device at the peak of a step.
-
-    Attributes:
-      terms: Bytes by term.
-      host: Bytes in host memory between forward and backward.
-    """
+class Temporaries(NamedTuple):
+    """Bytes by term at the peak of a step, and those in host memory between the passes."""
 
     terms: dict[str, int]
     host: int = 0
@@ -115,7 +107,10 @@ def _by_term(
     transposed = (at for at, o in enumerate(operations) if "transpose(" in o.context)
     backward, layers = next(transposed, 0), _copies_of(of_layers, operations)
     forward = (at for at in range(backward) if not layers.isdisjoint(operations[at].inputs))
-    last_layer = max(forward, default=backward)
+    loops = [(o.name == LOOP) - (o.name == LOOP_END) for o in operations]
+    depth = list(itertools.accumulate(loops))
+    reads = range(max(forward, default=backward), backward + 1)
+    last_layer = next(at for at in reads if depth[at] == depth[backward])  # with its loop
     for buffer in live:
         if buffer.value in copies:
             term = "copy"
@@ -136,9 +131,10 @@ def _copies_of(weights: set[Value], operations: Sequence[Operation]) -> set[Valu
         arrays = [value for value in operation.inputs if value.shape]  # no positions of slices
         if operation.shared:
             weights.update(new for old, new in operation.shared if old in weights)
-        elif operation.name not in KERNELS or operation.name == "all_gather":
-            if arrays and weights.issuperset(arrays):
-                weights.update(operation.outputs)
+        elif operation.name in KERNELS - {"all_gather"} or not arrays:
+            continue
+        elif weights.issuperset(arrays):
+            weights.update(operation.outputs)
     return weights
 
 

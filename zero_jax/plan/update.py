@@ -1,9 +1,8 @@
 """Communication and temporaries of a partitioned optimizer update, predicted from its trace.
 
-An elementwise transformation computes on shards and communicates nothing. An update that needs full
-matrices (Muon, Shampoo, GaLore) sends each to its assigned device and receives the results, see
-`matrix_updates`: a row to each device, in each direction, as long as the longest. Other products
-over sharded dims (those of vectors) are partitioned by XLA.
+An elementwise transformation communicates nothing. An update that needs full matrices (Muon,
+Shampoo, GaLore) sends each to its assigned device and receives the results, see `matrix_updates`.
+Other products over sharded dims (those of vectors) are partitioned by XLA.
 """
 
 from typing import NamedTuple
