@@ -29,6 +29,7 @@ class Network:
     T: int
     V: int = 0
     dtype: str = "fp32"
+    bucket_bytes: int = 2**30
 
     @property
     def layer(self):
@@ -60,6 +61,7 @@ class Network:
     def step(self, stage, remat, grad_accum_steps=1, mesh=None):
         """A step and its arguments, of which no array exists."""
         more = {"precision": self.dtype, "remat": remat, "grad_accum_steps": grad_accum_steps}
+        more["bucket_bytes"] = self.bucket_bytes
         zero = zero_jax.Zero(mesh or zero_jax.make_mesh(), stage, **more)
         params = zero.eval_shape(self.make)
         shape, dtype = (N * self.B, self.T, self.D), {4: "float32", 2: "bfloat16"}[self.width]
@@ -82,13 +84,6 @@ class Chunked(Network):
         labels, weights = jnp.zeros(len(h), "int32"), jnp.ones(len(h))
         head = params["head"].T
         return zero_jax.Weighted(*cross_entropy.chunked_cross_entropy(h, head, labels, weights, 2))
-
-
-class OneProduct(Network):
-    """A network; the gradient of its head, made in one product, is the largest of all."""
-
-    def loss(self, params, x):
-        return jnp.mean(jnp.square(scanned(x, params["layers"]) @ params["head"]))
 
 
 class Nested(Network):

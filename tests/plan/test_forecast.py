@@ -9,19 +9,19 @@ import networks
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from networks import AHEAD, LONG, ON_CPUS, ON_GPUS, WIDE, N
+from networks import LONG, WIDE, N
 
 import zero_jax
 from zero_jax.hlo import auditor
 from zero_jax.models import optimizers
-from zero_jax.plan.operations import device_part, program_of
+from zero_jax.plan.operations import device_part, linear_step
 from zero_jax.plan.temporaries import temporaries
 from zero_jax.plan.update import Update, assigned, predict
 
 
 @functools.cache
-def forecast(net, stage, remat="block", k=1, schedule=ON_CPUS):
-    return net.temporaries(stage, remat, k, schedule)
+def forecast(net, stage, remat="block", k=1, on_gpu=False):
+    return net.temporaries(stage, remat, k, on_gpu)
 
 
 def terms(*args, **settings):
@@ -32,103 +32,95 @@ def terms(*args, **settings):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_terms_of_a_step_with_remat(stage, dtype):
     net = dataclasses.replace(LONG, dtype=dtype)
-    found = terms(net, stage)
-    # The input of every layer, and the output of the last, of which the loss is the mean square.
-    assert found["saved"] == net.L * net.carry + net.carry
-    copy = 0 if (stage, dtype) == (0, "fp32") else net.width * net.psi
-    assert found["copy"] <= net.width * net.layer if stage == 3 else found["copy"] == copy
-    # One layer's gradients in the reduce dtype, fp32 by default.
-    assert found["buffers"] == (4 * net.layer if stage else 0)
+    found, layer, parts = terms(net, stage), net.width * net.layer, N if stage else 1
+    # The inputs of the layers in the loop, all but the first and the last, and perhaps of these.
+    assert found["saved"] in [(net.L - 2) * net.carry, (net.L - 1) * net.carry]
+    # A layer, gathered or sliced; at stage 3 slices of shards too.
+    whole = 0 if (stage, dtype) == (0, "fp32") else net.width * net.psi
+    assert found["copy"] == layer + (4 * net.layer // N if stage == 3 else whole)
+    # Reduced gradients of two layers are not in their stack yet. Full ones are at the start of a
+    # layer, where fewer activations exist.
+    extra = found["gradients"] - 4 * net.psi // parts - 4
+    assert 4 * net.layer // parts <= extra <= 2 * 4 * net.layer // parts
     assert found["loss"] == 0
-    if dtype == "fp32":  # beside the gradient that layers hand on, and the loss
-        shards = 4 * net.psi // (N if stage else 1)
-        assert found["gradients"] - net.carry - shards in (0, 4)
 
 
 def test_policies_save_products_or_all_that_the_backward_pass_reads():
     for stage in (0, 3):
-        assert terms(LONG, stage, "dots")["saved"] == 2 * LONG.L * LONG.carry + LONG.carry
+        # Those of the loop, and the input of the last layer.
+        assert terms(LONG, stage, "dots")["saved"] == (2 * (LONG.L - 2) + 1) * LONG.carry
     # Of tanh(h @ w): h, and its value or its derivative, or (jax 0.10) both.
-    saved = terms(LONG, 3, "none")["saved"] - LONG.carry
-    assert saved in (2 * LONG.L * LONG.carry, 3 * LONG.L * LONG.carry)
+    saved = terms(LONG, 3, "none")["saved"]
+    assert saved in (2 * (LONG.L - 1) * LONG.carry, 3 * (LONG.L - 1) * LONG.carry)
     held = [forecast(LONG, 3, policy).bytes for policy in ("block", "dots", "none")]
     assert held == sorted(held) and held[0] < held[-1]
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_micro_batches_save_half_and_add_up_in_a_second_set_of_gradients(stage):
-    whole, halves = terms(LONG, stage), terms(LONG, stage, k=2)
-    assert 2 * halves["saved"] == whole["saved"]
+    halves = terms(LONG, stage, k=2)
+    assert halves["saved"] == LONG.L * LONG.carry // 2  # and the input, which is no argument
     if stage == 1:  # whole gradients, beside those of one micro-batch, and shards of the sum
         sharded = terms(LONG, 2, k=2)["gradients"]
-        assert halves["gradients"] - sharded == 4 * (2 * LONG.psi - 2 * LONG.psi // N)
-    else:  # less half of a layer's input, which is the other half of the batch
+        assert abs(halves["gradients"] - sharded - 4 * 2 * (LONG.psi - LONG.psi // N)) < 2 * 4 * (
+            LONG.layer
+        )
+    elif stage:  # a second set of shards
         one, two = (terms(WIDE, stage, k=k)["gradients"] for k in (1, 2))
-        second = 4 * WIDE.psi // (N if stage else 1)
-        assert two - one + WIDE.carry // 2 - second in range(17), "scalars"
+        assert two - one - 4 * WIDE.psi // N in range(17), "scalars"
 
 
 def test_terms_are_all_that_is_held_and_near_the_compiled_program():
-    """Within 10 % where activations dominate. In WIDE the CPU backend also keeps transposed copies
-    of the weights, which is why plans are proven on the GPU's compiler (docs/plan.md)."""
+    """Within 10 % where activations dominate and no layer runs again: XLA for CPUs drops barriers,
+    and merges the two runs of a layer. Programs for GPUs are compared in test_prove_plan.py."""
     for stage in (0, 3):
-        found = forecast(LONG, stage)
+        found = forecast(LONG, stage, "none")
         assert sum(found.terms.values()) == found.bytes
-        step, args = LONG.step(stage, "block")
+        step, args = LONG.step(stage, "none")
         temp = auditor.audit(step.lower(*args).compile()).temp_bytes
         assert found.bytes == pytest.approx(temp, rel=0.1)
-    # Stage 2 holds the gathered copy beside what stage 3 holds.
-    assert forecast(WIDE, 2, k=2).bytes - forecast(WIDE, 3, k=2).bytes == 4 * WIDE.psi
+    # Stage 2 holds the gathered copy beside what stage 3 holds, but of one layer that it gathers.
+    more = forecast(WIDE, 2, k=2).bytes - forecast(WIDE, 3, k=2).bytes
+    assert more == 4 * WIDE.psi - 4 * WIDE.layer // N
 
 
-# XLA for GPUs runs into the ends of loops over layers.
-def test_logits_are_the_loss_and_while_it_ends_the_last_layer_is_gathered_again():
-    """Chunks of a loss begin no collective; of one in one piece the last product hides it."""
-    net = networks.Network(L=6, D=64, B=4, T=16, V=1000)
-    for stage in (1, 3):  # with the largest of each row and the sum of its exponentials
-        assert terms(net, stage)["loss"] == 4 * net.B * net.T * (net.V + 2)
-    chunked = networks.Chunked(L=3, D=64, B=2, T=4, V=5000)
-    without, ahead = (forecast(chunked, 3, schedule=schedule) for schedule in (ON_GPUS, AHEAD))
-    assert without.terms["loss"] > 4 * 64 * 5000, "the worst instant is the loss"
-    assert ahead.terms["copy"] - without.terms["copy"] == 4 * chunked.layer
-    assert ahead.bytes - without.bytes == 4 * chunked.layer
-    whole = networks.OneProduct(L=3, D=64, B=2, T=4, V=5000)
-    without, ahead = (forecast(whole, 3, schedule=schedule) for schedule in (ON_GPUS, AHEAD))
-    assert without.terms["gradients"] + without.terms["work"] >= 4 * 64 * 5000, "that of the head"
-    assert ahead.bytes - without.bytes == 4 * whole.layer
-
-
-@pytest.mark.parametrize(("L", "V"), [(6, 5000), (64, 5000), (64, 100)])
-def test_the_first_layers_gradients_are_under_way_while_the_embeddings_is_cast(L, V):
-    """In bf16 and fp32, beside the larger of what layers kept and another layer's gradients. Where
-    its copy in bf16 is smaller than either, the worst instant is when it is sent, beside both."""
+# XLA for GPUs.
+@pytest.mark.parametrize(("L", "V"), [(6, 5000), (64, 5000)])
+def test_the_first_layers_gradients_are_summed_while_the_embeddings_is_cast(L, V):
     net = networks.Embedded(L=L, D=64, B=2, T=2, V=V, dtype="bf16")
-    found = terms(net, 3, schedule=AHEAD)
-    layer, saved, shards = 4 * net.layer, L * net.carry, 4 * L * net.layer // N
-    if L == 6:  # nothing is left to gather; the next micro-batch has gathered what it reads first
-        two = terms(net, 3, k=2, schedule=AHEAD)["copy"]
-        assert (found["copy"], two) == (0, 2 * V * 64 + 2 * net.layer)
-    if V == 5000:
-        assert found["buffers"] + found["saved"] == layer + max(layer, saved)
-        assert found["gradients"] == (2 + 4) * V * 64 + shards + 4, "and the loss"
-    else:
-        assert (found["buffers"], found["saved"]) == (2 * layer, saved)
-        assert found["gradients"] == 4 * V * 64 + 4 * net.psi // N + 4
+    found = terms(net, 3, on_gpu=True)
+    shards, loss = 4 * L * net.layer // N, 4
+    assert found["gradients"] == (2 + 4) * V * 64 + shards + 4 * net.layer + loss
 
 
-def test_a_loop_within_a_layer_that_gathers_nothing_runs_its_last_turn_itself():
-    net = networks.Nested(L=4, D=32, B=16, T=64)
-    without, ahead = (forecast(net, 3, schedule=schedule).bytes for schedule in (ON_GPUS, AHEAD))
-    assert ahead - without == 4 * net.layer
-    bucket = dataclasses.replace(AHEAD, bucket_bytes=4 * 16 * 32**2)
-    found = forecast(net, 3, schedule=bucket).bytes
-    assert found - without == 4 * 16 * 32**2, "of more than two buckets one is gathered ahead"
+def test_logits_are_the_loss_whole_or_a_chunk_of_them():
+    """At the worst instant they, or their gradients, are beside the head and its gradient."""
+    whole = networks.Network(L=6, D=64, B=4, T=16, V=1000)
+    chunked = networks.Chunked(L=3, D=64, B=2, T=4, V=5000)
+    for net, stage, rows in [(whole, 1, 64), (whole, 3, 64), (chunked, 3, 2)]:
+        found, head = terms(net, stage, on_gpu=True), 4 * net.D * net.V
+        assert 0 <= found["loss"] + found["work"] - 4 * rows * net.V <= 3 * net.carry
+        assert found["copy"] > head and found["gradients"] >= head
+
+
+def test_a_layer_and_the_next_are_gathered_at_once_unless_they_are_large():
+    """In fp32, with the slices of shards of a third one."""
+    layer, shards = 4 * WIDE.layer, 4 * WIDE.layer // N
+    full = 4 * WIDE.psi // N + layer + 2 * shards + 4  # gradients of one layer
+    found = terms(WIDE, 3, on_gpu=True)
+    assert layer < found["copy"] <= 2 * layer + shards
+    assert 4 * WIDE.psi // N + layer < found["gradients"] <= full + layer
+    large = dataclasses.replace(WIDE, bucket_bytes=layer // 5)
+    assert terms(large, 3, on_gpu=True)["copy"] <= layer + shards, "more than four buckets"
+    nested = networks.Nested(L=4, D=32, B=16, T=64)
+    copy = terms(nested, 3, on_gpu=True)["copy"]
+    assert copy <= 4 * nested.layer + 4 * nested.layer // N, "a loop within a layer"
 
 
 def test_the_part_of_one_device_is_found_under_calls():
     spec = PartitionSpec("data")
     mapped = jax.shard_map(jnp.sin, mesh=zero_jax.make_mesh(), in_specs=spec, out_specs=spec)
-    flat = program_of(device_part(jax.make_jaxpr(jax.jit(jax.jit(mapped)))(jnp.ones((16, 3)))))
+    flat = linear_step(device_part(jax.make_jaxpr(jax.jit(jax.jit(mapped)))(jnp.ones((16, 3)))))
     assert [operation.name for operation in flat.operations] == ["sin"]
     assert [value.shape for value in flat.inputs] == [(2, 3)]
     with pytest.raises(ValueError, match="shard_map"):
@@ -157,7 +149,7 @@ RULES = [
 
 @pytest.mark.parametrize(("fn", "dim", "want"), RULES)
 def test_a_split_spreads(fn, dim, want):
-    (value,) = program_of(jax.make_jaxpr(fn)(ONES(SHAPE)), [dim], M).results
+    (value,) = linear_step(jax.make_jaxpr(fn)(ONES(SHAPE)), [dim], M).results
     assert value.split == want
     assert value.bytes * (1 if want is None else M) == value.full_bytes
 
@@ -168,12 +160,12 @@ def test_parts_that_are_manual_over_model_see_pieces_and_constraints_split():
     product = lambda piece: jnp.sin(piece @ ONES((2, 2)))  # noqa: E731
     with jax.sharding.use_abstract_mesh(mesh):
         mapped = jax.shard_map(product, in_specs=spec, out_specs=spec, **options)
-        flat = program_of(jax.make_jaxpr(lambda x: mapped(x))(ONES((6, 8))), [None], M)
+        flat = linear_step(jax.make_jaxpr(lambda x: mapped(x))(ONES((6, 8))), [None], M)
     (dot,) = [o for o in flat.operations if o.name == "dot_general"]
     assert dot.outputs[0].shape == (6, 2)
     assert (flat.inputs[0].split, flat.results[0].split) == (1, 1), "what is handed in pieces too"
     constrained = lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))  # noqa: E731
-    assert program_of(jax.make_jaxpr(constrained)(ONES((6, 8))), [0], M).results[0].split == 1
+    assert linear_step(jax.make_jaxpr(constrained)(ONES((6, 8))), [0], M).results[0].split == 1
 
 
 # Updates that multiply partitioned matrices: memory and communication, from their trace.
@@ -217,6 +209,6 @@ def test_muon_sends_rows_as_long_as_the_busiest_devices_there_and_back():
 
     shape = jax.ShapeDtypeStruct((8, 4, A), jnp.float32)
     plan = zero.plan(loss, zero.optimizer(tx), zero.eval_shape(make), shape, compile=True)
-    assert plan.update_elements == 2 * A * B
+    assert plan.sent["update"] == (2 * A * B, 4 * 2 * A * B)
     predicted = dataclasses.replace(plan, compiled=None).elements_per_param
     assert abs(plan.elements_per_param / predicted - 1) < 0.02
