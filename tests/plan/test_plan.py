@@ -80,7 +80,7 @@ def test_terms_follow_their_formulas_and_sum_up(data):
     assert 1.99 * 36 * LAYER <= stages[0]["gradients"] <= 2 * PSI + 4 * 50304 * 4096
     # In bf16, the layer that is gathered ahead, and what is left of the one that runs backward.
     assert stages[3]["copy"] <= 2 * 2 * LAYER
-    # In bf16 until the update, as they were sent; those of a layer, or of the embedding in fp32, are
+    # In bf16 until the update, as sent; those of a layer, or of the embedding in fp32, are
     # on their way.
     layers = 2 * 36 * 12 * 4096**2 / 64
     assert layers <= stages[3]["gradients"] <= layers + (2 + 4) * 50304 * 4096 + 2 * 2 * LAYER

@@ -40,7 +40,7 @@ RESOURCE_EXHAUSTED = 8  # absl::StatusCode, in `JaxRuntimeError.error_code`
 PyTree = Any
 # Plans a candidate; the second argument says whether to compile it.
 Planner = Callable[[Candidate, bool], Plan]
-Report = Callable[[str], Any]
+Report = Callable[[str], object]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,11 @@ class Considered:
     plan: Plan
     verdict: str
     fits: bool = False
+
+    @property
+    def seconds(self) -> float | None:
+        """Modelled seconds of a step with transfers to host memory; None if unknown."""
+        return None if self.plan.time is None else self.plan.time.seconds + self.plan.host_seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +73,9 @@ class Choice:
         listed = _listed(self.considered, self.limit, self.trained)
         if not self.others:
             return listed
-        why = (
-            "follow in the order: without a modelled step time the first that fits is chosen"
-            if seconds_of(self.chosen.plan) is None
-            else "cannot be faster than one that fits"
-        )
+        why = "cannot be faster than one that fits"
+        if self.chosen.seconds is None:
+            why = "follow in the order: without a modelled step time the first that fits is chosen"
         return f"{listed}\n  not compiled: {self.others} others, which {why}"
 
 
@@ -100,13 +103,6 @@ def search(
     return _Search(tried, plan, int(limit), report, host_limit, trained).run()
 
 
-def seconds_of(plan: Plan) -> float | None:
-    """Returns the modelled seconds of a step with what crosses to host memory; None if unknown."""
-    if plan.time is None:
-        return None
-    return plan.time.seconds + plan.host_seconds
-
-
 @dataclasses.dataclass
 class _Search:
     """The candidates considered so far, and errors of those that cannot run; see `search`."""
@@ -121,22 +117,21 @@ class _Search:
     left_out: list[Exception] = dataclasses.field(default_factory=list)
 
     def run(self) -> Choice:
-        considered = self.considered
         for candidate, planned in self._by_cost():
-            considered.append(self._judged(candidate, planned))
-            if considered[-1].fits:
-                if seconds_of(considered[-1].plan) is None:
-                    break
-                self._recompute_more(considered[-1])
-        if any(c.fits for c in considered):
+            judged = self._judged(candidate, planned)
+            if judged.fits and judged.seconds is None:
+                break
+            if judged.fits:
+                self._recompute_more(judged)
+        if any(c.fits for c in self.considered):
             choice = self._choice()
             self.report(f"chose {choice.chosen.candidate}\n{choice}")
             return choice
-        self.report(_listed(considered, self.limit, self.trained))
-        if self.left_out and not considered:
+        self.report(_listed(self.considered, self.limit, self.trained))
+        if self.left_out and not self.considered:
             last = self.left_out[-1]
             raise ValueError(f"no candidate can run. The last error: {last}") from last
-        raise ValueError(_nothing_fits(considered, self.limit))
+        raise ValueError(_nothing_fits(self.considered, self.limit))
 
     def _by_cost(self) -> Iterator[tuple[Candidate, Plan]]:
         """Yields candidates with their predicted plans, cheapest first.
@@ -171,64 +166,66 @@ class _Search:
             yield candidate, planned
 
     def _judged(self, candidate: Candidate, planned: Plan) -> Considered:
-        """Returns the candidate, compiled unless its prediction is too much."""
-        size, host = planned.total_bytes, planned.predicted.host
+        """Considers a candidate; it is compiled unless its prediction is too much."""
+        size, host, fits = planned.total_bytes, planned.predicted.host, False
         beside = f", {gigabytes(host)} in host memory" if host else ""
         if size > self.limit * (1 + MARGIN):
-            return Considered(candidate, planned, f"predicted {gigabytes(size)}{beside}: too much")
-        if host > self.host_limit:
+            verdict = f"predicted {gigabytes(size)}{beside}: too much"
+        elif host > self.host_limit:
             available = f"too much, {gigabytes(self.host_limit)} available per device"
-            return Considered(candidate, planned, f"predicted{beside[1:]}: {available}")
-        try:
-            planned = self.plan(candidate, True)
-        except jax.errors.JaxRuntimeError as error:
-            if error.error_code != RESOURCE_EXHAUSTED:
-                raise
-            return Considered(candidate, planned, "does not compile: out of memory")
-        fits = planned.total_bytes <= self.limit
-        verdict = f"compiled {gigabytes(planned.total_bytes)}{beside}"
-        return Considered(candidate, planned, verdict if fits else f"{verdict}: too much", fits)
+            verdict = f"predicted{beside[1:]}: {available}"
+        else:
+            try:
+                planned = self.plan(candidate, True)
+            except jax.errors.JaxRuntimeError as error:
+                if error.error_code != RESOURCE_EXHAUSTED:
+                    raise
+                verdict = "does not compile: out of memory"
+            else:
+                fits = planned.total_bytes <= self.limit
+                verdict = f"compiled {gigabytes(planned.total_bytes)}{beside}"
+                verdict += "" if fits else ": too much"
+        self.considered.append(Considered(candidate, planned, verdict, fits))
+        return self.considered[-1]
 
-    def _recompute_more(self, first: Considered) -> None:
-        """Considers the policies after that of the first, while steps get shorter.
+    def _recompute_more(self, last: Considered) -> None:
+        """Considers the policies after that of a candidate, while steps get shorter.
 
         A policy that recomputes more saves less, which has to be written and read: on an H200
         `dots` is quicker than `none` (docs/performance.md). Those that send more are left out.
         """
-        known, remat = policies.POLICIES, first.candidate.remat
+        known, words = policies.POLICIES, last.candidate.cost()[0]
+        remat = last.candidate.remat
         for later in known[known.index(remat) + 1 :] if remat in known else ():
-            candidate = dataclasses.replace(first.candidate, remat=later)
-            if candidate not in self.tried or candidate.cost()[0] != first.candidate.cost()[0]:
+            candidate = dataclasses.replace(last.candidate, remat=later)
+            if candidate not in self.tried or candidate.cost()[0] != words:
                 continue
-            before = seconds_of(self.considered[-1].plan)
-            self.considered.append(self._judged(candidate, self.plan(candidate, False)))
-            now = seconds_of(self.considered[-1].plan)
-            fits = self.considered[-1].fits
-            if not fits or before is None or now is None or now >= before:
+            try:
+                judged = self._judged(candidate, self.plan(candidate, False))
+            except CannotGroup:
                 break
+            before, now = last.seconds, judged.seconds
+            if not judged.fits or before is None or now is None or now >= before:
+                break
+            last = judged
 
     def _choice(self) -> Choice:
-        """Returns the shortest step that fits, the smallest of those as short; sets verdicts."""
-        fitting = [(c, seconds_of(c.plan)) for c in self.considered if c.fits]
-        least = min((t for _, t in fitting if t is not None), default=0.0)
-        short = [c for c, t in fitting if t is None or t <= least * (1 + TIE)]
+        """Returns the shortest step that fits, the smallest of those as short; adds outcomes."""
+        fitting = [(c, c.seconds) for c in self.considered if c.fits]
+        least = min((t for _, t in fitting if t is not None), default=0.0) * (1 + TIE)
+        short = [c for c, t in fitting if t is None or t <= least]
         best = min(short, key=lambda c: c.plan.total_bytes)
-        told = [_with_outcome(c, best, least) if c.fits else c for c in self.considered]
-        (chosen,) = (c for c in told if c.candidate == best.candidate)
-        others = len(self.tried) - len(told) - len(self.left_out)
-        return Choice(chosen, tuple(told), self.limit, trained=self.trained, others=others)
 
+        def told(c: Considered) -> Considered:
+            if not c.fits:
+                return c
+            outcome = "chosen" if c is best else "as fast, larger" if c in short else "slower"
+            step = "" if c.seconds is None else f", {c.seconds:.4g} s a step"
+            return dataclasses.replace(c, verdict=f"{c.verdict}: fits, {outcome}{step}")
 
-def _with_outcome(considered: Considered, best: Considered, least: float) -> Considered:
-    seconds = seconds_of(considered.plan)
-    step = "" if seconds is None else f", {seconds:.4g} s a step"
-    if considered is best:
-        outcome = "fits, chosen"
-    elif seconds is not None and seconds <= least * (1 + TIE):
-        outcome = "fits, as fast, larger"
-    else:
-        outcome = "fits, slower"
-    return dataclasses.replace(considered, verdict=f"{considered.verdict}: {outcome}{step}")
+        others = len(self.tried) - len(self.considered) - len(self.left_out)
+        considered = tuple(map(told, self.considered))
+        return Choice(told(best), considered, self.limit, trained=self.trained, others=others)
 
 
 def _listed(considered: Sequence[Considered], limit: int, trained: float) -> str:
