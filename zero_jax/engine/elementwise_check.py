@@ -190,21 +190,20 @@ def _settings(eqn: jex.JaxprEqn) -> dict[str, str | int]:
     return {k: str(v) for k, v in eqn.params.items() if k not in ("shape", "new_sizes")}
 
 
-def _sharded_dim(full: Atom, piece: Atom) -> Dim:
-    """Returns the dim along which a value is sharded, or None."""
-    shapes = shape_of(full), shape_of(piece)
-    dims = [d for d, (a, b) in enumerate(zip(*shapes, strict=False)) if a != b]
-    if len(dims) > 1 or len(shapes[0]) != len(shapes[1]):
-        raise _ShardDiffersError(
-            f"it has a value of shape {shapes[1]} on a shard and {shapes[0]} on a full leaf"
-        )
-    return dims[0] if dims else None
-
-
-def _keeps_shards(eqn: jex.JaxprEqn, of_operands: Sequence[Dim], of_results: Sequence[Dim]) -> bool:
-    """Returns True if it combines nothing along the sharded dims of operands and its result."""
-    name = eqn.primitive.name
-    if len(of_results) > 1 or name not in ELEMENTWISE | _LAYOUT | REDUCTIONS:
+def _keeps_shards(full: jex.JaxprEqn, piece: jex.JaxprEqn) -> bool:
+    """Returns True if it combines nothing along the sharded dims of its operands and its result."""
+    pairs = zip((*full.invars, *full.outvars), (*piece.invars, *piece.outvars), strict=True)
+    dims: list[Dim] = []
+    for a, b in ((shape_of(a), shape_of(b)) for a, b in pairs):
+        differing = [d for d, (m, n) in enumerate(zip(a, b, strict=False)) if m != n]
+        if len(a) != len(b) or len(differing) > 1:
+            return False
+        dims.append(differing[0] if differing else None)
+    if all(d is None for d in dims):
+        return True
+    operands, results = dims[: len(full.invars)], dims[len(full.invars) :]
+    name = full.primitive.name
+    if len(results) > 1 or name not in ELEMENTWISE | _LAYOUT | REDUCTIONS:
         return False
     if name == "broadcast_in_dim" and operands[0] is None:
         sizes = zip(full.params["broadcast_dimensions"], shape_of(full.invars[0]), strict=True)

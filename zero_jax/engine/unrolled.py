@@ -17,7 +17,6 @@ from zero_jax.remat import recompute
 from zero_jax.remat.activations import can_move
 from zero_jax.tracing import jaxpr as equations
 
-
 # Remat policies of unrolled layers that run without explicit passes, and why.
 NOT_PREFETCHED = {"block_sqrt": "run in groups", "none": "not prefetched: nothing is recomputed"}
 

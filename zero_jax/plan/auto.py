@@ -200,10 +200,7 @@ class _Search:
             candidate = dataclasses.replace(last.candidate, remat=later)
             if candidate not in self.tried or candidate.cost()[0] != words:
                 continue
-            try:
-                judged = self._judged(candidate, self.plan(candidate, False))
-            except CannotGroup:
-                break
+            judged = self._judged(candidate, self.plan(candidate, False))
             before, now = last.seconds, judged.seconds
             if not judged.fits or before is None or now is None or now >= before:
                 break

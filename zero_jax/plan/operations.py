@@ -7,7 +7,7 @@ and schedules it, analysed in a fraction of a second for a model of any size.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.extend.core as jex

@@ -27,8 +27,7 @@ from zero_jax.engine.step import TrainStep
 from zero_jax.hlo import aot
 from zero_jax.hlo.targets import Target
 from zero_jax.hlo.targets import target as target_of
-from zero_jax.offload import tiers
-from zero_jax.offload.tiers import HOST
+from zero_jax.offload.host import HOST, is_on_host
 from zero_jax.plan import proof
 from zero_jax.plan.operations import device_part
 from zero_jax.plan.plans import Plan, Predicted, Sent
@@ -155,6 +154,21 @@ def _predict(step: TrainStep, args: tuple[PyTree, ...], of_gpus: bool) -> Plan:
             host_saved=peak.host,
         ),
     )
+
+
+def bytes_on(tree: PyTree, kind: str = "device") -> int:
+    """Returns the bytes of one device's shards in one kind of memory."""
+    return sum(_leaf_bytes(x) for x in jax.tree.leaves(tree) if is_on_host(x) == (kind == HOST))
+
+
+def _leaf_bytes(leaf: Any) -> int:
+    if jax.dtypes.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    sharding = getattr(leaf, "sharding", None)
+    shape = np.shape(leaf)
+    if isinstance(sharding, NamedSharding):
+        shape = sharding.shard_shape(shape)
+    return int(np.prod(shape)) * jax.dtypes.result_type(leaf).itemsize
 
 
 def _sent(jaxpr: jex.Jaxpr, axes: Mapping[str, int], parts: int) -> dict[str, Sent]:

@@ -28,7 +28,7 @@ class Update(NamedTuple):
 
 def predict(config: Config, tx: optax.GradientTransformation, full: PyTree) -> Update:
     """Predicts the update of a plain transformation, given the full parameters."""
-    if config.shards == 1 or config.offload.states or config.optimizer_state_dtype != FP32:
+    if config.shards == 1 or config.offload.optimizer or config.optimizer_state_dtype != FP32:
         return Update()  # nothing is sharded; or it is elementwise
     update = assigned(config, tx, full)
     peaks = [temporaries(one.traced).bytes for one in update.exchanges]
