@@ -1,25 +1,8 @@
 """Differences between releases of JAX and XLA; a new release is supported here."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import jax
-
-# XLA for GPUs runs one collective at a time by default: those of a layer wait, exposed, for those
-# of another layer. docs/performance-tables.md explains each option.
-COLLECTIVES_AT_ONCE = 3
-# Spellings of one option. The first that the installed XLA knows is used.
-Spellings = tuple[tuple[str, Any], ...]
-AT_ONCE: Spellings = (
-    ("xla_gpu_experimental_parallel_collective_overlap_limit", COLLECTIVES_AT_ONCE),
-)
-
-
-def at_once(options: Mapping[str, Any]) -> int:
-    """Returns the number of collectives that XLA for GPUs runs at a time with these options."""
-    return next((options[name] for name, _ in AT_ONCE if name in options), 1)
-
 
 # The option for a file of instruction latencies, which XLA for GPUs reads: see hlo/latencies.py.
 LATENCIES = "xla_gpu_pgle_profile_file_or_directory_path"

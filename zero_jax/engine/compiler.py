@@ -3,7 +3,6 @@
 import collections
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Hashable
 from typing import TypeGuard
 
@@ -31,7 +30,7 @@ def options(
     devices: int,
     layer: tuple[int, int] | None = None,
 ) -> XlaOptions:
-    """Returns XLA's options for GPUs: combination of collectives, and how many run at once.
+    """Returns XLA's options for GPUs: how many bytes of collectives are combined.
 
     Args:
       bucket_bytes: Maximum bytes per collective, of the full array.
@@ -55,32 +54,7 @@ def options(
         most = min(bucket_bytes, 17 * own // 16) if large else bucket_bytes
         if large or most // parts < _XLA_MERGES:
             known[f"xla_gpu_{kind}_combine_threshold_bytes"] = most // parts
-    return known | first_known(releases.AT_ONCE) if gathers_ahead(bucket_bytes, layer) else known
-
-
-def gathers_ahead(bucket_bytes: int, layer: tuple[int, int] | None) -> bool:
-    """Returns whether a layer is gathered while the layer before it computes; see `options`."""
-    return layer is not None and layer[0] <= _AHEAD * bucket_bytes
-
-
-@functools.cache
-def first_known(spellings: releases.Spellings) -> XlaOptions:
-    """Returns the first of these options that the installed XLA supports; warns if none is."""
-    for name, value in spellings:
-        try:
-            jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
-        except jax.errors.JaxRuntimeError as error:
-            if error.error_code != INVALID_ARGUMENT:
-                raise
-        else:
-            return {name: value}
-    warnings.warn(
-        f"jaxlib {jax.lib.__version__} supports none of the XLA options "
-        f"{', '.join(name for name, _ in spellings)}: parameters of layers are gathered with more "
-        "exposed communication. Use a jaxlib from 0.10 to 0.12",
-        stacklevel=2,
-    )
-    return {}
+    return known
 
 
 class CheckedJit:

@@ -238,16 +238,12 @@ class Config:
         """
         return compiler.options(self.bucket_bytes, self.shards, self._layer_bytes(layers))
 
-    def gathers_ahead(self, layers: Sequence[Layers]) -> bool:
-        """Returns whether XLA for GPUs prefetches a layer while the layer before it computes."""
-        return compiler.gathers_ahead(self.bucket_bytes, self._layer_bytes(layers))
-
     def _layer_bytes(self, layers: Sequence[Layers]) -> tuple[int, int] | None:
         """Returns the gathered bytes and the gradient bytes sent of the largest layer.
 
         Returns None if layers are not gathered one by one.
         """
-        # XLA would fetch activations ahead too, and compute them twice for it.
+        # Sequence parallelism gathers activations too, for which the limits would also hold.
         if LIFETIMES[self.stage].copy != TOUCH or self._by_sequence:
             return None
         words = max((layer.elements for layer in layers), default=0)
