@@ -73,13 +73,14 @@ def test_terms_follow_their_formulas_and_sum_up(data):
     assert states(case("memory", *SCRIPT), 64, 0) == pytest.approx(16 * PSI, rel=1e-6)
     stages = [data["stages"][str(s)]["terms"] for s in range(4)]
     for terms in stages:
-        assert 36 * HIDDEN <= terms["saved"] <= 1.03 * 36 * HIDDEN  # and the embedded tokens
+        # The inputs of the layers in the loop, of the last and the first, and what the loss reads.
+        assert 34 * HIDDEN <= terms["saved"] <= 42 * HIDDEN
     assert [stages[s]["parameters"] for s in (0, 3)] == [4 * PSI, 4 * PSI // 64]
     for terms in stages[:3]:  # what is not in use at the worst instant may be gone: embeddings
         assert 1.99 * 36 * LAYER <= terms["copy"] <= 2 * PSI
     assert 1.99 * 36 * LAYER <= stages[0]["gradients"] <= 2 * PSI + 4 * 50304 * 4096
-    # In bf16, the layer that is gathered ahead, and what is left of the one that runs backward.
-    assert stages[3]["copy"] <= 2 * 2 * LAYER
+    # In bf16, of two layers and the head at most.
+    assert 2 * LAYER <= stages[3]["copy"] <= 2 * 2 * LAYER + 2 * 50304 * 4096
     # In bf16 until the update, as sent; those of a layer, or of the embedding in fp32, are
     # on their way.
     layers = 2 * 36 * 12 * 4096**2 / 64
