@@ -186,7 +186,8 @@ def test_the_stage_with_the_least_estimate_has_the_shortest_compiled_step():
         psi, shards = gpt.num_params(config), row["devices"] if row["stage"] else 1
         held = Predicted(4 * psi // shards, 8 * psi // shards, 0, {})
         setting = row["stage"], row["grad_accum_steps"], row["remat"], {"data": row["devices"]}
-        elements = memory.sent_per_param(*setting[:3])
+        gathers = (0, 1, 1, 2 * row["grad_accum_steps"])[row["stage"]]
+        elements = gathers, memory.elements_per_param(*setting[:3]) - gathers
         widths = 2, {"fp32": 4, "bf16": 2}[row["reduce"]]
         kinds = zip(("all-gather", "reduce-scatter"), elements, widths, strict=True)
         sent = {kind: Sent(n * psi, n * psi * width) for kind, n, width in kinds}

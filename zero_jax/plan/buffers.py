@@ -54,10 +54,7 @@ def readers_of(operations: Sequence[Operation]) -> Mapping[Value, list[int]]:
 
 
 class Lifetimes:
-    """Times at which values are in memory.
-
-    The optimizer takes results of the step when they are computed, so fused ones need no buffer.
-    """
+    """Times at which values are in memory. Fused results of the step need no buffer."""
 
     def __init__(self, step: LinearStep, on_gpu: bool):
         self._operations = _with_epilogues(step) if on_gpu else step.operations
@@ -92,7 +89,7 @@ class Lifetimes:
                 reads.append((2 * min(crossed),) * 2)
             if reader.name in _UNFUSED:
                 reads.append((2 * r, 2 * r))
-                needed |= reader.name in KERNELS or reader.name in (LOOP, LOOP_END)
+                needed |= reader.name in KERNELS | {LOOP, LOOP_END}
                 continue
             is_view = reader.name in VIEWS
             views = [new for old, new in reader.shared if old is value]
@@ -195,10 +192,7 @@ class Lifetimes:
 
 
 def _with_epilogues(step: LinearStep) -> list[Operation]:
-    """Returns the operations with casts and sums of products as part of these.
-
-    Such a sum is written over the other operand.
-    """
+    """Returns the operations with casts and sums of products as part of these."""
     operations, readers = list(step.operations), readers_of(step.operations)
     made_at = {value: at for at, o in enumerate(operations) for value in o.outputs}
     for at, product in enumerate(step.operations):
@@ -209,6 +203,7 @@ def _with_epilogues(step: LinearStep) -> list[Operation]:
         out, others = epilogue.outputs[0], [v for v in epilogue.inputs if v is not result]
         known = all(made_at.get(value, -1) < at for value in others)
         if epilogue.name in _EPILOGUES and known and out.bytes <= result.bytes:
+            # A sum is written over the other operand.
             shared = [(value, out) for value in others if value.bytes == out.bytes]
             inputs = [*product.inputs, *others]
             operations[at] = Operation(product.name, product.context, inputs, [out], shared)

@@ -139,14 +139,15 @@ def estimate(
     )
 
 
-def sent_per_param(
+def elements_per_param(
     stage: int, grad_accum_steps: int, remat: str | policies.Remat = "none", trained: float = 1.0
-) -> tuple[float, float]:
-    """Returns the elements each device sends per step over Ψ: of parameters, and of gradients.
+) -> float:
+    """Returns the elements each device sends a step over Ψ: 2, 2, 1 + k, 3k for stages 0 to 3.
 
     Stage 0 all-reduces gradients, twice their elements. Stages 1 and 2 all-gather parameters once.
     Stage 3 gathers them twice per micro-batch, or three times with block_sqrt, whose layers run
     forward twice more. Stages 2 and 3 reduce-scatter gradients once per micro-batch, stage 1 once.
+    A plan counts less if a layer or a head stays gathered between the passes.
 
     Args:
       stage: ZeRO stage, 0 to 3.
@@ -154,27 +155,14 @@ def sent_per_param(
       remat: Remat policy.
       trained: Fraction of Ψ that is not frozen; frozen parameters are gathered and not reduced.
 
-    >>> [sent_per_param(stage, 4) for stage in range(4)]
-    [(0, 2.0), (1, 1.0), (1, 4.0), (8, 4.0)]
-    """
-    gathers = 3 if policies.parse(remat).kind == "block_sqrt" else 2
-    sums = grad_accum_steps * trained
-    return ((0, 2 * trained), (1, trained), (1, sums), (gathers * grad_accum_steps, sums))[stage]
-
-
-def elements_per_param(
-    stage: int, grad_accum_steps: int, remat: str | policies.Remat = "none", trained: float = 1.0
-) -> float:
-    """Returns the elements each device sends a step over Ψ: 2, 2, 1 + k, 3k for stages 0 to 3.
-
-    Arguments as for `sent_per_param`.
-
     >>> [elements_per_param(stage, 4) for stage in range(4)]
     [2.0, 2.0, 5.0, 12.0]
     >>> [elements_per_param(stage, 1, trained=0.0) for stage in range(4)]
     [0.0, 1.0, 1.0, 2.0]
     """
-    return sum(sent_per_param(stage, grad_accum_steps, remat, trained))
+    gathers = 3 if policies.parse(remat).kind == "block_sqrt" else 2
+    sums = grad_accum_steps * trained
+    return (2 * trained, 1 + trained, 1 + sums, gathers * grad_accum_steps + sums)[stage]
 
 
 def _elements(cut: Partition) -> int:

@@ -77,22 +77,14 @@ def format_meshes(rows: Sequence[Row]) -> str:
     lines = [["MP", "N", "GB", "elements / Ψ", "overlapped", "step s", "exposed", ""]]
     best = fastest(rows)
     for row in rows:
-        shape = [str(row.model_parallel), _shards(row.plan)]
-        lines.append([*shape, *_figures(row.plan), "fastest that fits" if row is best else row.why])
+        plan, why = row.plan, "fastest that fits" if row is best else row.why
+        cells = [str(row.model_parallel)]
+        if plan is not None:
+            cells += [str(plan.axes.get("data", 1)), gigabytes(plan.total_bytes)]
+            if (time := plan.time) is not None:
+                elements = f"{plan.elements_per_param:.3f}" if plan.countable else "?"
+                exposed = f"{time.exposed_seconds / time.seconds:.0%}"
+                cells += [elements, f"{time.overlapped:.0%}", f"{time.seconds:.3f}", exposed]
+        lines.append([*cells, *[""] * (7 - len(cells)), why])
     none = "none fits: use more devices, or `plan auto` to find settings with less memory"
     return table(lines) + "\n" + (f"use --mesh model={best.model_parallel}" if best else none)
-
-
-def _shards(plan: Plan | None) -> str:
-    return "" if plan is None else str(plan.axes.get("data", 1))
-
-
-def _figures(plan: Plan | None) -> list[str]:
-    if plan is None:
-        return [""] * 5
-    size, time = gigabytes(plan.total_bytes), plan.time
-    if time is None:
-        return [size, "", "", "", ""]
-    exposed = f"{time.exposed_seconds / time.seconds:.0%}"
-    elements = f"{plan.elements_per_param:.3f}" if plan.countable else "?"
-    return [size, elements, f"{time.overlapped:.0%}", f"{time.seconds:.3f}", exposed]

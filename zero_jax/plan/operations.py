@@ -117,13 +117,9 @@ def linear_step(jaxpr: AnyJaxpr, split: Sequence[Dim] = (), parts: int = 1) -> L
 
 
 def device_part(jaxpr: AnyJaxpr) -> jex.Jaxpr:
-    """Returns the jaxpr that one device runs: the body of the first `shard_map`.
-
-    Raises:
-      ValueError: There is none.
-    """
-    eqns = jaxprs.nested(as_closed(jaxpr).jaxpr)
-    bodies = (eqn.params["jaxpr"] for eqn in eqns if eqn.primitive.name == "shard_map")
+    """Returns the jaxpr that one device runs: the body of the first `shard_map`, or raises."""
+    nested = jaxprs.nested(as_closed(jaxpr).jaxpr)
+    bodies = (eqn.params["jaxpr"] for eqn in nested if eqn.primitive.name == "shard_map")
     body: jex.Jaxpr | None = next(bodies, None)
     if body is None:
         raise ValueError("the function has no shard_map in it: give one made by zero.train_step")

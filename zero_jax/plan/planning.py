@@ -182,7 +182,7 @@ def _sent(jaxpr: jex.Jaxpr, axes: Mapping[str, int], parts: int) -> dict[str, Se
         kind = _KINDS.get(eqn.primitive.name)
         names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         names = names if isinstance(names, (tuple, list)) else (names,)
-        if kind and set(names) != {MODEL} and math.prod(axes[name] for name in names) > 1:
+        if kind and set(names) != {MODEL} and math.prod(axes.get(name, 1) for name in names) > 1:
             arrays = eqn.outvars if kind == "all-gather" else eqn.invars
             runs = times * (2 if kind == "all-reduce" else 1) / parts
             before = sent.get(kind, Sent(0, 0))

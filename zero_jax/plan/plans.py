@@ -191,38 +191,33 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain data for JSON: the prediction and, if compiled, the audit."""
+        audit, time, sizes = (
+            self.compiled,
+            self.time,
+            ("total_bytes", "argument_bytes", "alias_bytes"),
+        )
         known: dict[str, Any] = {
-            "stage": self.stage,
-            "grad_accum_steps": self.grad_accum_steps,
+            **{name: getattr(self, name) for name in ("stage", "grad_accum_steps", "num_params")},
             "remat": str(self.remat),
             "mesh": dict(self.axes),
-            "num_params": self.num_params,
-            "predicted": {
-                "total_bytes": self.predicted.total_bytes,
-                "argument_bytes": self.predicted.argument_bytes,
-                "alias_bytes": self.predicted.alias_bytes,
-                "terms": self.predicted.terms,
-            },
+            "predicted": {name: getattr(self.predicted, name) for name in (*sizes, "terms")},
             "elements_per_param": self.elements_per_param if self.countable else None,
             "sent_bytes": self.sent_bytes if self.countable else None,
         }
-        if self.compiled is None:
+        if audit is None:
             return known
+        overlaps = {"layer_loop": True, "step": False} if self.countable else {}
+        fractions = {k: audit.overlap(layers_only=v).fraction for k, v in overlaps.items()}
         return known | {
             "target": self.target.name if self.target else None,
             "error": self.error,
-            "compiled": self.compiled.as_dict(),
-            "concurrent_fraction": {
-                "layer_loop": self.compiled.overlap(layers_only=True).fraction,
-                "step": self.compiled.overlap().fraction,
-            }
-            if self.countable
-            else None,
-            "overlapped_fraction": self.time.overlapped if self.time else None,
-            "collectives": [c.as_dict() for c in self.compiled.collectives],
-            "flops": self.compiled.flops,
-            "flops_not_counted": list(self.compiled.uncounted),
-            "step_time": dataclasses.asdict(self.time) if self.time else None,
+            "compiled": audit.as_dict(),
+            "concurrent_fraction": fractions or None,
+            "overlapped_fraction": time.overlapped if time else None,
+            "collectives": [c.as_dict() for c in audit.collectives],
+            "flops": audit.flops,
+            "flops_not_counted": list(audit.uncounted),
+            "step_time": dataclasses.asdict(time) if time else None,
             "not_shown": list(aot.not_shown(self.target)) if self.target else [],
         }
 
@@ -343,11 +338,10 @@ def _sent(plan: Plan, *, layers_only: bool) -> str:
 
 def _overlapped(time: roofline.StepTime) -> str:
     """Formats the communication time that matrix products are long enough to overlap."""
-    exposed = time.exposed_seconds / time.seconds if time.seconds else 0.0
     said = f"{time.overlapped:.0%} of {time.communication_seconds:.4f} s of communication"
-    if exposed < _MUCH:
-        return said
-    return f"{said}; exposed for {exposed:.0%} of the step: compare meshes with `plan meshes`"
+    exposed = time.exposed_seconds / time.seconds if time.seconds else 0.0
+    advice = f"; exposed for {exposed:.0%} of the step: compare meshes with `plan meshes`"
+    return said + (advice if exposed >= _MUCH else "")
 
 
 def term_names(plans: Sequence[Plan]) -> list[str]:

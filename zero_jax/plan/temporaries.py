@@ -70,9 +70,6 @@ def temporaries(
       given: Number of all inputs; arrays that the loss closes over come before them.
       parts: MP, the size of the model axis.
       on_gpu: True for a program of XLA for GPUs.
-
-    Raises:
-      ValueError: There is no `shard_map`.
     """
     part = device_part(jaxpr)
     first = len(part.invars) - (given or len(part.invars))
