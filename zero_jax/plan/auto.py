@@ -31,13 +31,12 @@ from zero_jax.plan.tables import gigabytes
 from zero_jax.remat import policies
 from zero_jax.sharding import layout
 from zero_jax.sharding.mesh import batch_shards
-from zero_jax.sharding.paths import trained_part
+from zero_jax.sharding.paths import PyTree, trained_part
 
 # A prediction this far above the limit is believed without compiling. The largest seen were 19 %
 # for GPUs and 21 % for a tiny model with padding on CPU devices: see docs/plan-accuracy.md.
 MARGIN = 0.25
 RESOURCE_EXHAUSTED = 8  # absl::StatusCode, in `JaxRuntimeError.error_code`
-PyTree = Any
 # Plans a candidate; the second argument says whether to compile it.
 Planner = Callable[[Candidate, bool], Plan]
 Report = Callable[[str], object]

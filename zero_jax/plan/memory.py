@@ -20,7 +20,6 @@ stored beside the fp32 master parameters (part of K = 12); here they are the gat
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import numpy as np
@@ -36,8 +35,8 @@ from zero_jax.low_bit.state import initial, splits_of
 from zero_jax.remat import policies
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.partition import Partition, partition
+from zero_jax.sharding.paths import PyTree
 
-PyTree = Any
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 
 

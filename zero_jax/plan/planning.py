@@ -10,7 +10,6 @@ import dataclasses
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.extend.core as jex
@@ -36,11 +35,10 @@ from zero_jax.plan.update import predict as predict_update
 from zero_jax.sharding import layout
 from zero_jax.sharding.mesh import MODEL, AnyMesh, batch_sharding, on_gpu
 from zero_jax.sharding.partition import Partition
-from zero_jax.sharding.paths import trained_part
+from zero_jax.sharding.paths import PyTree, trained_part
 from zero_jax.tracing.dataflow import executed
 from zero_jax.tracing.jaxpr import bytes_of, shape_of
 
-PyTree = Any
 _KINDS = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
 _KINDS |= {"all_to_all": "all-to-all", "ppermute": "collective-permute"}
 _KINDS |= dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), "all-reduce")

@@ -2,7 +2,6 @@
 
 import functools
 import pathlib
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,8 +13,7 @@ from zero_jax.hlo import aot, auditor, roofline, targets
 from zero_jax.hlo import latencies as own_latencies
 from zero_jax.hlo.targets import Target
 from zero_jax.sharding.mesh import AnyMesh, abstract_of
-
-PyTree = Any
+from zero_jax.sharding.paths import PyTree
 
 
 def check(latencies: str | pathlib.Path | None, target: Target | None) -> None:
@@ -108,7 +106,7 @@ def time(
     return roofline.step_time(audit.program, audit.collectives, target, model_flops)
 
 
-def _abstract(x: Any, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
+def _abstract(x: PyTree, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
     sharding = getattr(x, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else None
     kind = getattr(sharding, "memory_kind", None)

@@ -6,7 +6,6 @@ With LoRA the parameters are those of `adapters.lora`: a frozen base and trained
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,7 @@ from zero_jax.adapters.lora import Adapted, Lora
 from zero_jax.engine.losses import Weighted
 from zero_jax.models import families
 from zero_jax.sharding import paths
-
-PyTree = Any
+from zero_jax.sharding.paths import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
