@@ -37,7 +37,7 @@ def accumulate(
     """Adds up k micro-batches of this device's rows; gradients accumulate in fp32."""
     if k == 1:
         return one(batch, 0)
-    micros = split(batch, k)
+    micros = jax.tree.map(lambda x: x.reshape(k, x.shape[0] // k, *x.shape[1:]), batch)
 
     def up(grad: jax.Array, undo: jax.Array) -> jax.Array:
         return grad.astype(jnp.promote_types(grad.dtype, jnp.float32)) * undo
@@ -66,11 +66,6 @@ def accumulate(
     pairs = zip(means, rows, strict=True)
     aux = [mean if x is None else x.reshape(-1, *x.shape[2:]) for mean, x in pairs]
     return Micro(total, weight, jnp.float32(1), aux), grads
-
-
-def split(batch: PyTree, k: int) -> PyTree:
-    """Splits every array of the batch into k micro-batches, along a new dim 0."""
-    return jax.tree.map(lambda x: x.reshape(k, x.shape[0] // k, *x.shape[1:]), batch)
 
 
 def fold_keys(extras: PyTree, index: jax.Array) -> PyTree:

@@ -275,7 +275,7 @@ class _Rows(Forward[RowFact]):
 
     def _multiplied(self, name: str, values: list[RowFact], base: RowFact) -> RowFact:
         one, other = values
-        if other.number is None and one.number is not None and name == "mul":
+        if name == "mul" and one.number is not None:
             one, other = other, one
         if other.number is not None:
             if one.number is not None or other.number == 0 or not math.isfinite(other.number):

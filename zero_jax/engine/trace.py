@@ -109,7 +109,8 @@ def trace(
     # Keys are folded with the device; other extras are the same everywhere.
     keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(extras)]
     varying = [*[False] * len(names), *[True] * arrays, *keys, *[False] * len(captured)]
-    differs = Varies(batch_axes(settings.mesh)).run(closed, varying)[2:]
+    axes = batch_axes(settings.mesh)
+    differs = Varies(axes).run(closed, varying)[2:] if jax.tree.leaves(aux) else []
     kinds = losses.kinds_of(aux, differs, count, lambda: program(2 * count)[2])
     stage = functools.partial(_on_a_device, settings.mesh)
     policy = policies.parse(settings.remat)
