@@ -12,7 +12,6 @@ from typing import NamedTuple
 import jax
 import jax.extend.core as jex
 from jax.sharding import PartitionSpec
-from jax.typing import ArrayLike
 
 from zero_jax.sharding.mesh import MODEL
 from zero_jax.tracing import jaxpr as jaxprs

@@ -159,7 +159,7 @@ def bytes_on(tree: PyTree, kind: str = "device") -> int:
     return sum(_leaf_bytes(x) for x in jax.tree.leaves(tree) if is_on_host(x) == (kind == HOST))
 
 
-def _leaf_bytes(leaf: Any) -> int:
+def _leaf_bytes(leaf: PyTree) -> int:
     if jax.dtypes.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     sharding = getattr(leaf, "sharding", None)
