@@ -152,9 +152,11 @@ class _Recorder(Interpreter[Value | None]):
         if eqn.primitive.name == "sharding_constraint":
             dims = [_dim_over_model(eqn.params["sharding"].spec)]
         else:
-            if eqn.primitive.name == "add_any":  # parts of one gradient are sharded alike
-                split = next((v.split for v in _present(values) if v.split is not None), None)
-                for value in _present(values):
+            if eqn.primitive.name in ("add_any", "dynamic_update_slice"):
+                # Parts of one gradient are sharded alike, and a stack like what is put into it.
+                arrays = [v for v in _present(values) if v.shape]
+                split = next((v.split for v in arrays if v.split is not None), None)
+                for value in arrays:
                     value.split = split
             dims = sharded_dims(eqn, [None if v is None else v.split for v in values])
         return [self.value(v, dim) for v, dim in zip(eqn.outvars, dims, strict=True)]

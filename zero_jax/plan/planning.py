@@ -131,7 +131,7 @@ def _predict(step: TrainStep, args: tuple[PyTree, ...], of_gpus: bool) -> Plan:
         fetched = bytes_on(params, HOST) if settings.stage in (0, 3) else 0
         pieces = min(2 * settings.offload.piece_bytes, host)
         streams = {"fetched": fetched, "pieces": pieces}
-    sent = _sent(device_part(jaxpr), settings.mesh.shape, parts)
+    sent = _sent(device_part(jaxpr), settings.mesh.shape)
     sent["update"] = Sent(update.elements, 4 * update.elements)  # fp32 momentum and what it becomes
     return Plan(
         stage=settings.stage,
@@ -169,11 +169,11 @@ def _leaf_bytes(leaf: PyTree) -> int:
     return int(np.prod(shape)) * jax.dtypes.result_type(leaf).itemsize
 
 
-def _sent(jaxpr: jex.Jaxpr, axes: Mapping[str, int], parts: int) -> dict[str, Sent]:
+def _sent(jaxpr: jex.Jaxpr, axes: Mapping[str, int]) -> dict[str, Sent]:
     """Returns the elements and bytes that a device sends, by kind of collective.
 
-    Collectives along `model` alone are left out; others are sharded over its `parts` devices.
-    Operations whose results are not read are not counted: they are not compiled.
+    Those along `model` alone are left out. Others run where the trace is manual over `model`, on
+    shapes of one device. Operations whose results are not read are not compiled, nor counted.
     """
     sent: dict[str, Sent] = {}
     for eqn, times in executed(jaxpr):
@@ -182,7 +182,7 @@ def _sent(jaxpr: jex.Jaxpr, axes: Mapping[str, int], parts: int) -> dict[str, Se
         names = names if isinstance(names, (tuple, list)) else (names,)
         if kind and set(names) != {MODEL} and math.prod(axes.get(name, 1) for name in names) > 1:
             arrays = eqn.outvars if kind == "all-gather" else eqn.invars
-            runs = times * (2 if kind == "all-reduce" else 1) / parts
+            runs = times * (2 if kind == "all-reduce" else 1)
             before = sent.get(kind, Sent(0, 0))
             elements = runs * sum(math.prod(shape_of(x)) for x in arrays)
             size = runs * sum(map(bytes_of, arrays))
