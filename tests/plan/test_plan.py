@@ -126,16 +126,21 @@ def test_the_options_of_a_zero_reach_it_from_both_command_lines():
 NET = Network(L=3, D=16, B=1, T=8)
 
 
+DEEP = Network(
+    L=6, D=16, B=1, T=8
+)  # XLA for CPUs would merge gathers of layers that are in no loop
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_compiled_bytes_and_words_are_those_that_a_plan_promises(stage):
     def with_statistics(params, batch, stats, key):
         noise = jax.random.normal(key, ())
-        return NET.loss(params, batch) + noise, {"mean": 0.9 * stats["mean"] + jnp.mean(batch)}
+        return DEEP.loss(params, batch) + noise, {"mean": 0.9 * stats["mean"] + jnp.mean(batch)}
 
     zero = zero_jax.Zero(zero_jax.make_mesh(), stage=stage, precision="bf16")
     key = jax.eval_shape(lambda: jax.random.key(0))
     batch, stats = jnp.ones((8, 8, 16)), {"mean": jnp.zeros(())}
-    args = (with_statistics, zero.optimizer(TX), zero.eval_shape(NET.make), batch, stats, key)
+    args = (with_statistics, zero.optimizer(TX), zero.eval_shape(DEEP.make), batch, stats, key)
     found = zero.plan(*args, has_aux=True, compile=True)
     assert found.compiled.argument_bytes == found.predicted.argument_bytes
     assert found.compiled.alias_bytes == found.predicted.alias_bytes
@@ -144,16 +149,16 @@ def test_compiled_bytes_and_words_are_those_that_a_plan_promises(stage):
     again = zero.plan(*args, has_aux=True)
     assert again.compiled is None and again.predicted == found.predicted
     # The last layer stays gathered between the passes. Scalars are sent too.
-    gathers = (0, 1, 1, 2 - 1 / NET.L)[stage]
+    gathers = (0, 1, 1, 2 - 1 / DEEP.L)[stage]
     words = gathers + (1 if stage else 2)
     assert found.elements_per_param == pytest.approx(words, rel=0.02)
-    zero_jax.assert_communication(found.compiled, again.elements_per_param, num_params=NET.psi)
+    zero_jax.assert_communication(found.compiled, again.elements_per_param, num_params=DEEP.psi)
     # Parameters in bf16, gradients in fp32: all-reduced, or gathered and scattered.
-    sent = (2 * gathers + 4 * (1 if stage else 2)) * NET.psi
+    sent = (2 * gathers + 4 * (1 if stage else 2)) * DEEP.psi
     assert again.sent_bytes == pytest.approx(sent, rel=0.02)
     if stage == 3:
         printed = dict(line.split(maxsplit=1) for line in str(again).splitlines())
-        assert printed["parameters"] == f"{4 * NET.psi // 8} B"
+        assert printed["parameters"] == f"{4 * DEEP.psi // 8} B"
         assert {"total", "elements", "sent", "layers:"} <= set(printed)
         assert "compiled" not in printed and "Largest temporaries" in str(found)
 
