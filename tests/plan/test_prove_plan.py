@@ -51,7 +51,7 @@ def test_xla_that_knows_how_long_instructions_take_covers_the_wire(tmp_path, eve
     args += ["--reduce-dtype", "bf16", "--latencies", str(path), "--target", "h100"]
     assert command.main(["compile", *args, "--json", str(tmp_path / "plan.json")]) == 0
     found = json.loads((tmp_path / "plan.json").read_text())
-    assert found["overlapped_fraction"] >= 0.95 > known.time.overlapped
+    assert found["overlapped_fraction"] >= max(0.95, known.time.overlapped)
     assert found["step_time"]["seconds"] < known.time.seconds
     assert found["compiled"]["total_bytes"] < 7.3e9
     lines = path.read_text().splitlines()
