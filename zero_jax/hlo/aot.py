@@ -33,8 +33,8 @@ from zero_jax import releases
 from zero_jax.hlo import auditor, latencies, targets
 from zero_jax.hlo.targets import Target
 from zero_jax.sharding.mesh import AnyMesh
+from zero_jax.sharding.paths import PyTree
 
-PyTree = Any
 _NOT_SHOWN = {
     "cuda": (
         "library workspace (cuBLAS, cuDNN) and NCCL's buffers, often 1 to 3 GB together",

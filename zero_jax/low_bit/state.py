@@ -12,7 +12,7 @@ import dataclasses
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,10 @@ import optax
 from zero_jax.low_bit.storage import Coding, scales_split
 from zero_jax.sharding import paths
 from zero_jax.sharding.partition import Partition, Partitioner, mirrors, state_partitions
+from zero_jax.sharding.paths import PyTree
 from zero_jax.tracing.dataflow import needed
 from zero_jax.tracing.jaxpr import CALLS, written_out
 
-PyTree = Any
 FP32 = "fp32"
 OptimizerStateDtype = Literal["fp32", "bf16", "8bit"]
 KINDS = get_args(OptimizerStateDtype)
