@@ -1,10 +1,8 @@
-"""Memory and communication of a compiled program, read from its optimized HLO text.
+"""Memory, FLOPs and communication of a compiled program, read from its optimized HLO text.
 
-XLA merges, hoists, pipelines and removes collectives, so the cost of a ZeRO stage is counted in
-the compiled program: for CPU, for GPU, or ahead of time without a GPU. The unit is the paper's
-(ZeRO, arXiv:1910.02054, section 7): an all-gather or a reduce-scatter of E elements sends E
-elements per device. An all-reduce is both in a row and sends 2E. For Ψ parameters, data
-parallelism and stages 1 and 2 send 2Ψ; stage 3 sends 2Ψ by all-gather and Ψ by reduce-scatter.
+The program is for CPU, for GPU, or compiled ahead of time without a GPU. For Ψ parameters, data
+parallelism and stages 1 and 2 send 2Ψ elements per device; stage 3 sends 2Ψ by all-gather and Ψ by
+reduce-scatter. `collectives` defines the unit.
 """
 
 import math
