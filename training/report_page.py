@@ -128,21 +128,12 @@ def page(run: RunFolder) -> str:
     }
     start = run.last("start")
     stages, predicted = start.get("stages") or [], start.get("predicted") or {}
-    facts = (
-        _outcome(run)
-        | _curves(run)
-        | _starts(run)
-        | {
-            **{"run": run, "config": run.config, "start": start, "held": run.last("states")},
-            "most": max((sum(terms.values()) for terms in stages), default=0),
-            "predicted": {name: size for name, size in predicted.items() if name != "host"},
-            "compiled": run.compiled,
-            "versions": [
-                f"{name} {version}" for name, version in start.get("versions", {}).items()
-            ],
-        }
-    )
-    text = templates.get_template("report_page.html").render(facts)
+    memory = {
+        "most": max((sum(terms.values()) for terms in stages), default=0),
+        "predicted": {name: size for name, size in predicted.items() if name != "host"},
+    }
+    facts = _outcome(run) | _curves(run) | _starts(run) | memory
+    text = templates.get_template("report_page.html").render(facts, run=run)
     return NOT_XML.sub("\ufffd", text)
 
 

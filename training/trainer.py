@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -277,9 +278,6 @@ class Trainer:
 
 def one_late(results: Iterable[T]) -> Iterator[T]:
     """Yields each result after the next one is queued, so that devices never wait for the host."""
-    queued: list[T] = []
-    for result in results:
-        queued.append(result)
-        if len(queued) > 1:
-            yield queued.pop(0)
-    yield from queued
+    for result, _ in itertools.pairwise(itertools.chain(results, (None,))):
+        assert result is not None
+        yield result

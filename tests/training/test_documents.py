@@ -19,15 +19,7 @@ from training.data_files import DataChanged, TokenFile
 from training.documents import Documents, Source
 from training.packing import LOOK, Counts, Lane, row_of
 from training.records import Records
-from training.saving import (
-    REFUSE,
-    WARN,
-    RunRecord,
-    Saver,
-    changed_contents,
-    check_resume,
-    check_settings,
-)
+from training.saving import REFUSE, WARN, RunRecord, Saver, changed_contents, check_settings
 from training.text import Text, Tokens, load_tokens
 from training.tokenizer import Tokenizer
 
@@ -311,6 +303,8 @@ def test_every_document_comes_once_and_whole_in_rows_that_are_nearly_full():
     # An order in which nothing can be learned ends with an error.
     with pytest.raises(ValueError, match="31 documents.*--seq-len"):
         Lane(lambda number: (None, Counts()), SEQ, 0, 1, patience=30).row()
+    # One that waited, and was edited since, is counted.
+    assert Lane(lambda number: (None, Counts(empty=1)), SEQ, 8, 1, [3]).counts.empty == 1
 
 
 DIR = "DIR, step 4"
@@ -496,6 +490,6 @@ def test_a_checkpoint_that_train_py_did_not_write_is_named(tmp_path):
         with zero_jax.Checkpoints(tmp_path / f"{at}" / "checkpoints") as checkpoints:
             checkpoints.save(1, {"w": np.ones(3)}, **more)
         with pytest.raises(ValueError, match="--output-dir.* train.py .*step 1"):
-            check_resume(Config(output_dir=str(tmp_path / f"{at}")), RunRecord({}, {}, {}))
+            saving.check_resume(Config(output_dir=str(tmp_path / f"{at}")), RunRecord({}, {}, {}))
     with pytest.raises(ValueError, match="--resume-step 3"):
         Saver(Config(resume_step=3), tmp_path, RunRecord({}, {}, {}))
