@@ -10,8 +10,7 @@ import pytest
 
 import zero_jax
 from zero_jax.sharding import layout, mesh
-from zero_jax.sharding import partition as partitions
-from zero_jax.sharding.partition import Partition, Partitioner, partition, with_dim
+from zero_jax.sharding.partition import Partition, Partitioner, state_partitions, with_dim
 
 SHAPES = [(), (0,), (0, 4), (1,), (3,), (13,), (8,), (10, 7), (7, 13), (3, 3, 5, 7), (4096, 3)]
 # The first dim that N divides; the least padding (7 -> 8 wastes 1/7, 10 -> 12 wastes 1/5); a dim
@@ -24,11 +23,11 @@ DIMS = [
 
 @pytest.mark.parametrize(("shape", "n", "dim"), DIMS)
 def test_the_dim_that_is_sharded(shape, n, dim):
-    assert partition(shape, n).dim == dim
+    assert with_dim(Partition(shape, None, n)).dim == dim
 
 
 def test_parts_of_a_shard_are_ordered_by_data_and_then_by_replica():
-    cut = partition((10, 7), 3, parts=2)
+    cut = with_dim(Partition((10, 7), None, 3, parts=2))
     assert cut.stored_spec == jax.P(("data", "replica"))
     assert (cut.shard_size, cut.stored_shape, cut.device_shape) == (4, (12, 7), (2, 7))
     cut = with_dim(Partition((2, 64), None, 1, model=-1, model_shards=4))  # no data axis
@@ -58,7 +57,7 @@ def test_state_that_mirrors_a_parameter_is_sharded_like_it():
     params = {"blocks": {"w": jnp.zeros((8, 16, 4)), "b": jnp.zeros((8, 4))}}
     cuts = Partitioner(4)(params)
     rows = {"blocks": {"w": jnp.zeros((8, 16))}}  # a parameter's path, but another shape
-    got = partitions.state_partitions(({"mu": params, "count": jnp.zeros(())}, rows), params, cuts)
+    got = state_partitions(({"mu": params, "count": jnp.zeros(())}, rows), params, cuts)
     assert got[0].dim is None
     assert got[1:3] == cuts
     assert (got[3].shape, got[3].dim) == ((8, 16), -2)
