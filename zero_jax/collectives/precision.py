@@ -86,16 +86,6 @@ class Precision:
             )
 
     @property
-    def param_comm_bytes(self) -> float:
-        """Bytes per parameter element on the interconnect, without the scales of int8."""
-        return 1.0 if self.param_comm_dtype else float(self.compute.itemsize)
-
-    @property
-    def grad_comm_bytes(self) -> float:
-        """Bytes per gradient element on the interconnect, without the scales of int8 and int4."""
-        return {"int8": 1.0, "int4": 0.5}.get(self.grad_comm_dtype or "", self.reduce.itemsize)
-
-    @property
     def compute(self) -> jnp.dtype:
         """`compute_dtype` as a dtype."""
         return DTYPES[self.compute_dtype]
