@@ -10,7 +10,7 @@ import pytest
 import zero_jax
 from zero_jax.hlo import auditor
 from zero_jax.models import gpt
-from zero_jax.plan import memory, text_model
+from zero_jax.plan import model_states, text_model
 
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 ADAMW = optax.adamw(1e-3)
@@ -97,6 +97,6 @@ def test_models_of_the_paper_send_and_hold_what_it_says(model, devices, stage, k
     states = 12 * psi // (devices if stage else 1) + 20
     assert report.argument_bytes == states + k * rows.shape[1] * 4
     like = jax.eval_shape(shapes.make)
-    assert memory.estimate(like, zero.config, tx).at_rest == states
+    assert model_states.estimate(like, zero.config, tx).at_rest == states
     scalars = [c for c in report.collectives if c.kind == "all-reduce" and c.elements <= 2]
     assert stage == 0 or len(scalars) == 2

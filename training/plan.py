@@ -13,7 +13,7 @@ import zero_jax
 from training import show
 from training.trainer import Trainer
 from zero_jax.models import families, hf
-from zero_jax.plan import memory
+from zero_jax.plan import model_states
 from zero_jax.sharding import mesh, paths
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -47,22 +47,22 @@ def facts(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def by_stage(trainer: Trainer, window: int) -> list[memory.Estimate]:
+def by_stage(trainer: Trainer, window: int) -> list[model_states.Estimate]:
     """Returns the bytes of model states per device at stages 0 to 3, other settings as in this run.
 
     `window` is the number of elements that are gathered at once.
     """
     config, shapes = trainer.zero.config, trainer.shapes()
     return [
-        memory.estimate(shapes, config.at_stage(stage), trainer.plain_tx, window=window)
-        for stage in memory.STAGES
+        model_states.estimate(shapes, config.at_stage(stage), trainer.plain_tx, window=window)
+        for stage in model_states.STAGES
     ]
 
 
 def print_plan(
     trainer: Trainer,
     known: Mapping[str, Any],
-    stages: Sequence[memory.Estimate],
+    stages: Sequence[model_states.Estimate],
     step: zero_jax.Plan,
 ) -> None:
     """Prints the settings of the run, from `facts`, and its predicted memory."""
@@ -103,7 +103,7 @@ def print_plan(
 
 def start_event(
     step: zero_jax.Plan,
-    stages: Sequence[memory.Estimate],
+    stages: Sequence[model_states.Estimate],
     levels: Mapping[str, float],
     unit: str,
 ) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from zero_jax.engine.partitioned import partition_specs, partitioned
 from zero_jax.engine.step import Metrics, NonFiniteError, TrainStep, first_nonfinite
 from zero_jax.hlo.auditor import assert_communication, audit
 from zero_jax.offload.host import Offload
-from zero_jax.plan import memory
+from zero_jax.plan import model_states as memory
 from zero_jax.plan.plans import Plan
 from zero_jax.remat.policies import Remat
 from zero_jax.sharding.layout import unpad

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zero_jax
 from zero_jax.models import cross_entropy
-from zero_jax.plan.temporaries import temporaries
+from zero_jax.plan.peak_memory import temporaries
 
 N = 8  # devices
 TX = optax.adamw(1e-3)

@@ -15,7 +15,7 @@ import zero_jax
 from zero_jax.hlo import auditor
 from zero_jax.models import optimizers
 from zero_jax.plan.operations import device_part, linear_step
-from zero_jax.plan.temporaries import temporaries
+from zero_jax.plan.peak_memory import temporaries
 from zero_jax.plan.update import Update, assigned, predict
 
 

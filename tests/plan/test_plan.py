@@ -20,7 +20,7 @@ from zero_jax.commands.case import Case
 from zero_jax.hlo import targets
 from zero_jax.models import gpt
 from zero_jax.offload import host
-from zero_jax.plan import memory
+from zero_jax.plan import model_states
 from zero_jax.plan.advice import least_seconds
 from zero_jax.plan.plans import Plan, Predicted, Sent
 
@@ -192,7 +192,7 @@ def test_the_stage_with_the_least_estimate_has_the_shortest_compiled_step():
         held = Predicted(4 * psi // shards, 8 * psi // shards, 0, {})
         setting = row["stage"], row["grad_accum_steps"], row["remat"], {"data": row["devices"]}
         gathers = (0, 1, 1, 2 * row["grad_accum_steps"])[row["stage"]]
-        elements = gathers, memory.elements_per_param(*setting[:3]) - gathers
+        elements = gathers, model_states.elements_per_param(*setting[:3]) - gathers
         widths = 2, {"fp32": 4, "bf16": 2}[row["reduce"]]
         kinds = zip(("all-gather", "reduce-scatter"), elements, widths, strict=True)
         sent = {kind: Sent(n * psi, n * psi * width) for kind, n, width in kinds}
@@ -216,8 +216,8 @@ def test_terms_and_words_are_those_of_the_paper_and_of_frozen_leaves(k):
     shapes = jax.eval_shape(lambda: {"w": jnp.zeros((6, 64, 64)), "b": jnp.zeros((6, 64))})
     psi, n, layer, tx = 6 * 64 * 65, 8, 64 * 65, optax.adam(1e-3)
     config = zero_jax.Zero(zero_jax.abstract_mesh(n), 3, "bf16", grad_accum_steps=k).config
-    of_stage = [config.at_stage(stage) for stage in memory.STAGES]
-    found = [memory.estimate(shapes, settings, tx, window=layer) for settings in of_stage]
+    of_stage = [config.at_stage(stage) for stage in model_states.STAGES]
+    found = [model_states.estimate(shapes, settings, tx, window=layer) for settings in of_stage]
     assert [x.parameters + x.state - 20 for x in found] == [12 * psi, *[12 * psi // n] * 3]
     assert [x.copy for x in found] == [2 * psi] * 3 + [2 * layer]
     word, shards = (2 if k == 1 else 4), 4 * psi // n
@@ -225,9 +225,9 @@ def test_terms_and_words_are_those_of_the_paper_and_of_frozen_leaves(k):
     assert [x.gradients for x in found] == [word * psi, first, *[2 * layer + shards] * 2]
     totals = [x.total for x in found]
     assert totals == sorted(totals, reverse=True) and totals[3] < totals[0] / 4
-    assert [memory.elements_per_param(stage, k) for stage in range(4)] == [2, 2, 1 + k, 3 * k]
+    assert [model_states.elements_per_param(stage, k) for stage in range(4)] == [2, 2, 1 + k, 3 * k]
     alone = (zero_jax.Zero(zero_jax.abstract_mesh(1), 0, frozen=x).config for x in (None, "w"))
-    free, frozen = (memory.estimate(shapes, settings, tx) for settings in alone)
+    free, frozen = (model_states.estimate(shapes, settings, tx) for settings in alone)
     assert free.state - frozen.state == 2 * 4 * 6 * 64 * 64, "nothing for what is frozen"
     assert (free.gradients, frozen.gradients) == (4 * psi, 4 * 6 * 64)
-    assert memory.elements_per_param(3, k, trained=0.5) == 2.5 * k
+    assert model_states.elements_per_param(3, k, trained=0.5) == 2.5 * k

@@ -14,7 +14,7 @@ from zero_jax.commands.case import Case
 from zero_jax.hlo import targets
 from zero_jax.interchange import folder_config
 from zero_jax.models import decoder, decoder_config, families, hf
-from zero_jax.plan import expert_elements, memory
+from zero_jax.plan import expert_elements, model_states
 from zero_jax.plan.plans import Plan, Predicted
 from zero_jax.plan.text_model import TextModel
 
@@ -51,7 +51,7 @@ def test_bytes_and_words_are_those_of_the_program():
     mesh = zero_jax.make_mesh(experts=2, devices=jax.devices()[:4])
     of = Case(CONFIG, zero_jax.Zero(mesh, 3, remat="block"), "adamw", 8, 16)
     plan, shapes = of.plan(3, compile=True), jax.eval_shape(of.make)
-    closed = memory.estimate(shapes, of.zero.config, of.tx)
+    closed = model_states.estimate(shapes, of.zero.config, of.tx)
     assert plan.compiled.argument_bytes == closed.at_rest + 8 // 4 * 17 * 4
     # Tokens go there and back, forward twice and backward.
     room, D = CONFIG.mixture.room(16), CONFIG.width

@@ -15,7 +15,7 @@ from zero_jax.hlo.targets import Target
 from zero_jax.models import families, optimizers
 from zero_jax.models.attend import kernel_for
 from zero_jax.models.gpt_config import GPTConfig
-from zero_jax.plan import memory
+from zero_jax.plan import model_states
 from zero_jax.plan.plans import Plan
 from zero_jax.plan.text_model import TextModel
 from zero_jax.sharding.paths import PyTree
@@ -121,4 +121,6 @@ class Case:
         loss = grads.GlobalLoss(zero.config, self.loss_fn, has_aux=self.model.routes)
         traced = loss.read(params, self.batch, ())
         own = self.zero.config.at_stage(stage)
-        return memory.estimate(shapes, own, self.tx, shards=shards, window=traced.window).total
+        return model_states.estimate(
+            shapes, own, self.tx, shards=shards, window=traced.window
+        ).total

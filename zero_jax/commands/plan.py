@@ -48,7 +48,7 @@ from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.names import parse_bytes, unknown
 from zero_jax.plan import candidates, expert_elements, meshes, pictures, proof
 from zero_jax.plan.advice import format_advice, least_seconds
-from zero_jax.plan.memory import STAGES
+from zero_jax.plan.model_states import STAGES
 from zero_jax.plan.plans import Plan, format_layers, format_proof, format_stages
 from zero_jax.sharding.mesh import abstract_mesh, axis_size, batch_shards, data_axis, experts_size
 from zero_jax.zero import Zero

@@ -18,8 +18,6 @@ XlaOptions = dict[str, str | float]
 
 # Up to here XLA for GPUs merges by itself, and picks better sizes below: not to be overridden.
 _XLA_MERGES = 30 * 2**20
-# Prefetching holds two layers, so it is off if a layer is larger than this number of buckets.
-_AHEAD = 4
 # No transformation is being traced: then nothing is computed to find out about `jit`.
 _OUTSIDE = jex.get_opaque_trace_state()
 INVALID_ARGUMENT = 3  # absl::StatusCode of an unknown option, in `JaxRuntimeError.error_code`

@@ -1,20 +1,19 @@
-"""Runs a traced loss with weights in place of arrays: gathers, recomputes, keeps and overlaps.
+"""Execution of a traced loss on shards: gathers, recomputation, saved activations and overlap.
 
-A weight is opened just before the first equation that computes with it, and again in the backward
-pass: from there the third Ψ of stage 3's 3Ψ words comes (ZeRO, section 7.2.2). What follows from
-where it is read, and from nothing else:
+A parameter is gathered just before the first equation that computes with it, and again in the
+backward pass, which sends the third Ψ of stage 3's 3Ψ elements (ZeRO, section 7.2.2). Its use
+decides how:
 
-  a scan's slices        go into the scan as shards and are gathered in its body, layer by layer
-  what a loop reads in   is gathered before it, once; so is what a branch reads, since devices may
-  every turn             take different ones
-  a matrix first read    is gathered during the last layer (layers.py)
+  slices of a scan         enter it as shards and are gathered layer by layer (scans.py)
+  what a loop reads in     is gathered once before it; so is what a branch reads, since devices may
+  every iteration          take different branches
+  a matrix last used       is gathered during the last layer (layers.py)
   after the layers
-  a table of which rows  is not gathered: every device is sent the rows that it asks for
-  are read, few of many  (collectives/lookup.py)
-  a layer                gathers what it reads once, and is run again as a whole as the remat policy
-                         says: the body of a scan, a stretch that repeats, the model's own
-                         `jax.checkpoint`
-  any other operation    is fused with its gather: what is saved is the shard
+  a table of which few     is not gathered: every device receives the rows that it asks for
+  rows are read            (collectives/lookup.py)
+  a layer                  gathers once, and is recomputed as the remat policy says: the body of a
+                           scan, a repeated stretch, the model's own `jax.checkpoint`
+  any other operation      is fused with its gather: the shard is saved
 """
 
 import dataclasses
@@ -38,8 +37,8 @@ from zero_jax.tracing import jaxpr as equations
 from zero_jax.tracing import layer_detection
 from zero_jax.tracing.forms import Form
 
-# Operations that decide for themselves what they keep. To run one again would be dear: a loop as a
-# whole, or a function that has a gradient of its own since it should not be.
+# Operations that choose their own residuals. A loop is too expensive to run again, and a function
+# with its own gradient should not be.
 _KEEPS = frozenset(("scan", "custom_vjp_call"))
 
 
@@ -55,16 +54,16 @@ def run(
     """Runs a traced loss.
 
     Args:
-      closed: its jaxpr, with calls written out.
-      args: its inputs: weights and arrays.
-      policy: what the layers keep.
-      bucket_bytes: see `How`.
+      closed: Its jaxpr, with inlined calls.
+      args: Its inputs, parameters and arrays.
+      policy: The remat policy of layers.
+      bucket_bytes: See `How`.
       heads: For each parameter the last equation of the layers during which it is gathered, or
         None.
-      outside: see `How`.
+      outside: See `How`.
 
     Raises:
-      ValueError: for names that mark nothing, or a weight; for layers that can't be grouped.
+      ValueError: A name of the policy marks nothing, or a parameter.
     """
     _check_names(closed.jaxpr, policy)
     jaxpr = closed.jaxpr
@@ -80,12 +79,12 @@ def run(
 def apply(
     fun: Callable[..., Any], policy: str, bucket_bytes: float = math.inf
 ) -> Callable[..., Any]:
-    """Wraps a function of whole parameters so that its backward pass follows a remat policy.
+    """Wraps a function of full parameters so that its backward pass follows a remat policy.
 
     Args:
-      fun: a function whose first argument is a tree of arrays.
-      policy: see `policies.parse`.
-      bucket_bytes: see `How`.
+      fun: A function whose first argument is a tree of arrays.
+      policy: See `policies.parse`.
+      bucket_bytes: See `How`.
     """
 
     def wrapped(params: Any, *args: Any) -> Any:
@@ -110,17 +109,17 @@ def evaluate(
     kept: Mapping[int, Place] | None = None,
     tap: Tap | None = None,
 ) -> list[Any]:
-    """Evaluates a jaxpr; what has nothing to do with weights, in stretches.
+    """Evaluates a jaxpr; equations without parameters run together, in stretches.
 
     Args:
-      closed: the jaxpr, its calls written out.
-      args: its inputs, arrays or weights.
-      how: how equations are run.
-      runs: those of its equations that are layers which are not scanned.
-      heads: see `run`.
-      last: the equation at which the last layers begin.
-      kept: by equation, the place of its results, of which `tap` is told.
-      tap: gives what goes on in a result's place.
+      closed: The jaxpr, with inlined calls.
+      args: Its inputs, arrays or parameters.
+      how: How equations are run.
+      runs: The equations of unrolled layers.
+      heads: See `run`.
+      last: The equation at which the last layers begin.
+      kept: By equation, the place where its results are saved; they go through `tap`.
+      tap: Returns the value that replaces a saved result.
     """
     kept, starts = kept or {}, {layers[0][0]: layers for layers in runs}
     program = _Running(closed, args, how, heads, last)
@@ -138,7 +137,7 @@ def evaluate(
 
 
 class _Running:
-    """A program on its way: what is known, and what waits to be run together."""
+    """A program during its evaluation: known values, and equations that are run together later."""
 
     def __init__(
         self,
@@ -162,7 +161,7 @@ class _Running:
         self._waiting: list[int] = []
 
     def one(self, at: int) -> None:
-        """An equation: later with its neighbours if it has nothing to do with weights."""
+        """Runs an equation; one without parameters later, with its neighbours."""
         eqn = self._jaxpr.eqns[at]
         if not any(isinstance(self._env.get(a), Weight) for a in equations.variables([eqn])):
             self._waiting.append(at)
@@ -205,7 +204,7 @@ class _Running:
         return Apart([self._env[v] for v in self._heads.get(at, ())])
 
     def told(self, at: int, place: Place, tap: Tap) -> None:
-        """Puts in place of an equation's results what `tap` makes of them."""
+        """Replaces an equation's results by the values that `tap` returns."""
         self._flush()
         made = self._jaxpr.eqns[at].outvars
         for var in made:
@@ -242,7 +241,7 @@ def run_equation(
     """
     name = eqn.primitive.name
     if len(values) == 1 and (made := values[0].through(eqn)) is not None:
-        place_of(eqn, set(eqn.outvars), how.policy)  # complains of a name
+        place_of(eqn, set(eqn.outvars), how.policy)  # raises for a name
         return made
     if name == "scan":
         return _scan(eqn, values, stopped, how, heads)
@@ -263,21 +262,21 @@ def _gathering(
     *,
     again: bool,
 ) -> list[Any]:
-    """An operation with its gathers, which its backward pass repeats.
+    """Runs an operation with its gathers, which its backward pass repeats.
 
     Args:
-      run: the operation.
-      values: weights and arrays that it is given.
-      stopped: which of them have no derivative; behind a tie they would look as if they had.
-      how: how equations are run.
-      again: whether it is run again with them; if not, it keeps what it wants but the weights.
+      run: The operation.
+      values: Its operands, parameters and arrays.
+      stopped: The operands without a derivative; `tied` would give them one.
+      how: How equations are run.
+      again: True to recompute it too; else it saves its residuals, but no parameter.
     """
     apart = Apart(values)
     if apart.free:
         return run(*map(opened, values))
     if not how.in_loop:
-        # Else the gradient is computed, and sent, when layers have run backward: it or what it is
-        # made of would wait until then.
+        # Otherwise the gradient is computed and sent after all layers have run backward, and its
+        # inputs live until then.
         values = [
             jax.lax.stop_gradient(v) if own and not isinstance(v, Weight) else v
             for v, own in zip(apart.tied().values, stopped, strict=True)
@@ -302,11 +301,11 @@ def _scan(
     how: How,
     heads: Sequence[Source],
 ) -> list[Any]:
-    """A scan over parameters: slices of shards are gathered in its body, the rest before it."""
+    """Runs a scan: slices of shards are gathered layer by layer, other parameters before it."""
     if how.open is not None:
         inside = dataclasses.replace(how, policy=NONE, in_loop=True, open=None)
         scan = LayerScan(eqn, values, inside)
-        return scan.run(list(map(how.open, scan.operands)))
+        return scan.run_by_jax(list(map(how.open, scan.operands)))
     scan = LayerScan(eqn, values, how)
     heads = heads if scan.is_explicit else ()
     given = [*scan.operands, *(x for source in heads for x in source.arrays)]
@@ -314,13 +313,13 @@ def _scan(
     still = [*others, *[False] * (len(given) - len(others))]
 
     def run(*operands: Any) -> list[Any]:
-        return scan.explicit(operands, heads) if scan.is_explicit else scan.run(operands)
+        return scan.explicit(operands, heads) if scan.is_explicit else scan.run_by_jax(operands)
 
     return _gathering(run, given, still, how, again=False)
 
 
 def _own_remat(eqn: jex.JaxprEqn, values: list[Any], how: How) -> list[Any]:
-    """A `jax.checkpoint` of the model's own: a layer with a policy of its own."""
+    """Runs a `jax.checkpoint` of the model, a layer with its own policy."""
     apart, body = Apart(values), equations.written_out(equations.inner(eqn))
     if apart.free:
         return equations.function(eqn)(*map(opened, values))

@@ -5,7 +5,7 @@ layers of a scan; `jax.lax.scan` calls it for the layers between them.
 
   forward    run layer i, while the parameters of layer i+1 are gathered
   backward   reduce-scatter the gradients of layer i+1, then gather the parameters of layer i-1,
-             while layer i is run again and its gradients are computed
+             while layer i is run again, as the remat policy says, and its gradients are computed
 
 A loop carries the gathered parameters of the next layer and the full gradients of the previous one.
 `optimization_barrier` keeps iterations apart: without it XLA gathers all unrolled layers at once,
@@ -17,7 +17,7 @@ activations pass no barrier in a loop: XLA would copy them.
 Two iterations share a loop body. In a body with one, XLA copies whatever the loop carries. The
 number of layers in a loop is therefore even, and up to three layers are outside of it.
 
-Parameters that are first used after the layers, the heads, are gathered while the last layer runs,
+Parameters that are last used after the layers, the heads, are gathered while the last layer runs,
 and their gradients are reduced during its backward pass. The last layer of a model stays gathered
 between the passes if it has at most `bucket_bytes`: layers of Ψ parameters send 3Ψ - Ψ/L elements.
 """
@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax.lax import dynamic_index_in_dim, dynamic_update_index_in_dim
 
 from zero_jax.collectives.barriers import Arrays, known, together
-from zero_jax.engine.layer_passes import Block, Gradients, backward, has_gradient, small
+from zero_jax.engine.layer_block import Block, Gradients, backward, has_gradient, small
 from zero_jax.engine.lazy_param import Source
 from zero_jax.engine.replay import How
 from zero_jax.remat.recompute import Held, Known
@@ -82,7 +82,7 @@ class ExplicitLayers:
       stacks: Inputs and results that are stacks of those of the layers.
       moved: Returns the values with a gradient in each layer of a scan, given the inputs and the
         arrays of shards that have one.
-      heads: Parameters that are first used after the layers.
+      heads: Parameters that are last used after the layers.
     """
 
     links: Sequence[LayerNode]

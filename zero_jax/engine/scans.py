@@ -1,4 +1,4 @@
-"""A scan over sharded parameters: their slices enter it as shards, and its body gathers them."""
+"""Scans over sharded parameters: prefetched by `layers.py`, or by `jax.lax.scan`, in groups too."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ import jax
 import jax.extend.core as jex
 
 from zero_jax.collectives.barriers import Arrays
-from zero_jax.engine.layer_passes import Block, stopped
+from zero_jax.engine.layer_block import Block, stopped
 from zero_jax.engine.layers import MOST_BUCKETS, UNROLL, ExplicitLayers, LayerNode, heads_of
 from zero_jax.engine.lazy_param import Apart, Source, Weight, opened, whole
 from zero_jax.engine.replay import BLOCK, How, replay
@@ -46,8 +46,8 @@ class LayerScan:
     """A scan over layers of sharded parameters.
 
     Attributes:
-      operands: Inputs of `run` and `explicit`: operands that are not sliced parameters, then the
-        shards of those. Operands read in every iteration are gathered before.
+      operands: Inputs of `run_by_jax` and `explicit`: operands that are not sliced parameters, then
+        the shards of those. Operands read in every iteration are gathered before.
       others: The number of operands that are not sliced parameters.
       sliced: Positions of the sliced parameters among all operands.
 
@@ -167,7 +167,7 @@ class LayerScan:
         a, b = iter(others), iter(slices)
         return [next(b if i in self.sliced else a) for i in range(len(self._eqn.invars))]
 
-    def run(self, operands: Arrays) -> list[Any]:
+    def run_by_jax(self, operands: Arrays) -> list[Any]:
         """Runs `jax.lax.scan`; the body gathers the parameters of one layer, and runs again in the
         backward pass as the remat policy says. Returns the results."""
         how, params = self._how, self._eqn.params
@@ -249,6 +249,6 @@ class LayerScan:
         def group(args: Arrays, *_: Any) -> list[Any]:
             stacks = self._stacks.together(args[self.others :])
             scan = LayerScan(eqn, self._merged(args[: self.others], stacks), inside)
-            return scan.explicit(args) if scan.is_explicit else scan.run(args)
+            return scan.explicit(args) if scan.is_explicit else scan.run_by_jax(args)
 
         return self._recomputed(group)

@@ -9,7 +9,7 @@ from typing import Any
 import jax.extend.core as jex
 
 from zero_jax.collectives.barriers import Arrays
-from zero_jax.engine.layer_passes import Block, stopped
+from zero_jax.engine.layer_block import Block, stopped
 from zero_jax.engine.layers import ExplicitLayers, LayerNode, heads_of
 from zero_jax.engine.lazy_param import Apart, Source, Weight, whole
 from zero_jax.engine.replay import BLOCK, How, replay

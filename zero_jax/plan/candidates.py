@@ -20,7 +20,7 @@ from zero_jax.engine.config import Config
 from zero_jax.hlo.targets import Target
 from zero_jax.hlo.targets import target as target_of
 from zero_jax.offload.host import HOST, NONE, Offload, parse
-from zero_jax.plan.memory import elements_per_param
+from zero_jax.plan.model_states import elements_per_param
 from zero_jax.plan.plans import Plan
 from zero_jax.remat import policies
 from zero_jax.sharding.mesh import MODEL, model_size

@@ -29,8 +29,8 @@ from zero_jax.hlo.targets import target as target_of
 from zero_jax.offload.host import HOST, is_on_host
 from zero_jax.plan import proof
 from zero_jax.plan.operations import device_part
+from zero_jax.plan.peak_memory import temporaries
 from zero_jax.plan.plans import Plan, Predicted, Sent
-from zero_jax.plan.temporaries import temporaries
 from zero_jax.plan.update import predict as predict_update
 from zero_jax.sharding import layout
 from zero_jax.sharding.mesh import MODEL, AnyMesh, batch_sharding, on_gpu

@@ -1,4 +1,4 @@
-"""One layer's forward and backward iteration, the same for scanned and unrolled layers."""
+"""One layer as a function of gathered parameters, which gradients it has, and its backward pass."""
 
 import dataclasses
 from collections.abc import Container, Mapping, Sequence
