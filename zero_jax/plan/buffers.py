@@ -131,7 +131,7 @@ class Lifetimes:
         return buffers
 
     def _replaced(self) -> set[Value]:
-        """Returns values in whose memory the last operation that reads them writes its result."""
+        """Returns values that the last operation to read them overwrites with its result."""
         found = set[Value]()
         for value, operands in self._fused(through_barriers=True):
             alike = (u for u in operands if u not in found and u.bytes == value.bytes)

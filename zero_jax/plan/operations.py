@@ -127,7 +127,7 @@ def device_part(jaxpr: AnyJaxpr) -> jex.Jaxpr:
 
 
 class _Recorder(Interpreter[Value | None]):
-    """Records the operations of a jaxpr, on devices of which `parts` are along `model`."""
+    """Records the operations of a jaxpr; `parts` is the size of the axis `model`."""
 
     def __init__(self, parts: int):
         super().__init__()

@@ -136,7 +136,7 @@ def _copies_of(weights: set[Value], operations: Sequence[Operation]) -> set[Valu
 
 
 def _only_summed(operations: Sequence[Operation]) -> set[Value]:
-    """Returns values of which nothing is computed but gradients: sums over devices and results."""
+    """Returns gradients: values that lead to sums over devices and to results alone."""
     found, readers = set[Value](), readers_of(operations)
 
     def sums(operation: Operation, value: Value) -> bool:
