@@ -69,13 +69,7 @@ def check(target: Target, devices: int, topology: str | None = None) -> str:
         raise ValueError(
             f"`target`={target.name!r} is for predictions only, JAX does not run on it: use h100"
         )
-    compilers = {"cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
-    modules = compilers.get(target.platform, ())
-    if modules and not any(map(importlib.util.find_spec, modules)):
-        raise ValueError(
-            f"compiling for {target.name} requires {modules[0]}, which is not installed: "
-            f"{install_line(target)}"
-        )
+    _check_installed(target)
     return "" if target.platform == "cpu" else targets.topology(target, devices, topology)
 
 
@@ -144,6 +138,16 @@ def install_line(target: Target) -> str:
 def not_shown(target: Target) -> tuple[str, ...]:
     """Returns what an ahead-of-time compilation for a target does not show, or shows wrongly."""
     return _NOT_SHOWN[target.platform]
+
+
+def _check_installed(target: Target) -> None:
+    compilers = {"cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
+    modules = compilers.get(target.platform, ())
+    if modules and not any(map(importlib.util.find_spec, modules)):
+        raise ValueError(
+            f"compiling for {target.name} requires {modules[0]}, which is not installed: "
+            f"{install_line(target)}"
+        )
 
 
 def _topology(target: Target, topology: str) -> dict[str, str]:
