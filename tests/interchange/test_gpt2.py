@@ -54,6 +54,8 @@ MESHES = [
     ("one head", 3, 1, 1), ("as many heads as columns", 4, 3, 1)]  # fmt: skip
 HEADS = [
     (ODD, {"heads": 2}, 2), (ODD, {"hf_config": hf.json_of(ODD, "float32")}, 2),
+    (ODD, {"model": {"heads": 2}}, 2), (ODD, {"model": "nano"}, None),
+    (gpt.preset("nano", seq=4, layers=1, vocab=9), {"model": "nano"}, 4),
     (ODD, {"heads": "2"}, None), (ODD, None, None), (ODD, [1], None)]  # fmt: skip
 
 

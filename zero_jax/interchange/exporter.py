@@ -22,7 +22,7 @@ from zero_jax.checkpoint.manifest import ITEM, check_seal
 from zero_jax.interchange import folder_config
 from zero_jax.interchange.folder_config import CONFIG, Path, few, write_json
 from zero_jax.interchange.safetensor_files import DTYPES, Writer
-from zero_jax.models import hf, hf_gpt2
+from zero_jax.models import families, hf, hf_gpt2
 from zero_jax.models.hf_places import Places
 
 MAX_FILE_BYTES = 2 * 10**9
@@ -56,7 +56,8 @@ def export(
       step: Step of the checkpoint; the newest by default.
       max_file_bytes: Maximum bytes of tensors per file; a larger tensor gets its own file.
       heads: Number of attention heads of a GPT-2, which shapes do not determine. The default is in
-        the config of the checkpoint: its "heads", or those of its "hf_config", a config.json.
+        the config of the checkpoint: its "heads", those of its "model" (a mapping, or the name of
+        a preset), or of its "hf_config", a config.json.
       prefix: Prefix of the paths of parameters; by default "0/", none or "params/".
       like: A folder of the same model, such as the one it was loaded from. Its config.json
         provides fields that shapes do not determine, and its tokenizer is copied.
@@ -232,11 +233,19 @@ def _config(
     recorded: Mapping[str, object], arrays: Mapping[str, StoredArray], heads: object
 ) -> hf.Config:
     """Returns the config of shapes and heads, or that which a run recorded with its checkpoint."""
-    hf_config, is_gpt = recorded.get("hf_config"), _EMBEDDINGS[0] in arrays
+    hf_config, model = recorded.get("hf_config"), recorded.get("model")
+    preset = families.PRESETS.get(model) if isinstance(model, str) else None
+    is_gpt = _EMBEDDINGS[0] in arrays
+    if isinstance(model, Mapping):  # as earlier imports recorded a GPT-2
+        heads = model.get("heads") if heads is None else heads
+    elif is_gpt and preset and arrays[_EMBEDDINGS[0]].shape[-1:] == (preset.width,):
+        heads = preset.heads if heads is None else heads
     if is_gpt and isinstance(heads, int):
         return hf_gpt2.config_of_shapes({path: x.shape for path, x in arrays.items()}, heads)
     if isinstance(hf_config, Mapping):
         return hf.config_of(hf_config)
+    if preset and not is_gpt:
+        return preset
     if is_gpt:
         raise ValueError("it does not record the number of attention heads: give --heads N")
     raise ValueError("shapes do not determine its config: give --like DIR with a config.json")
