@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 import unittest.mock
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -99,6 +100,16 @@ def test_a_release_without_mutual_tls_does_not_ignore_its_files(monkeypatch):
         zero_jax.initialize("127.0.0.1:1", 2, 1)
 
 
+def test_a_file_of_mutual_tls_that_is_not_pem_is_an_error(monkeypatch, tmp_path):
+    """JAX aborts with such a file (SIGABRT, jax 0.12.0), after all processes have joined."""
+    (tmp_path / "key.pem").write_text("no key")
+    values = {FILES[0].lower(): str(tmp_path / "key.pem")}
+    monkeypatch.setattr(jax, "config", types.SimpleNamespace(values=values))
+    monkeypatch.setattr(initialize, "MUTUAL_TLS", True)
+    with pytest.raises(ValueError, match=FILES[0].lower()):
+        zero_jax.initialize("127.0.0.1:1", 2, 1)
+
+
 URI, NODES = "OMPI_MCA_orte_hnp_uri", "SLURM_STEP_NODELIST"
 ADDRESSES = [  # as in the comments of JAX's sources; 62624 is 61440 + 1531576320 / 4096 % 4096
     (SLURM | {NODES: "node[001-0015],host2"}, "node001:61447"),
@@ -120,6 +131,7 @@ REFUSALS = [
       for at in ("10.0.0.1", "10.0.0.1:", ":80", "host:0", "host:99999", "h:a")),
     ("num_processes=None", partial(zero_jax.initialize, "h:1", process_id=0)),
     ("process_id=2 of num_processes=2", partial(zero_jax.initialize, "h:1", 2, 2)),
+    ("wait_seconds=0", partial(zero_jax.initialize, "h:1", 2, 1, wait_seconds=0)),
     ("settings take 700", partial(agreement.check_agreement, {"long_name": "x" * 70_000})),
     ("seed.*'1'.*process 2.*'7'", partial(agreement.check_agreement, {"seed": 1})),
     ("dead_after=0", partial(Watchdog, dead_after=0))]  # fmt: skip
