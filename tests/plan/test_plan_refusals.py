@@ -27,7 +27,8 @@ ROWS = {  # first words of the command, then further ones and words of its messa
         *((x, f"{x} 1") for x in (  # numbers out of range
             "--devices 0", "--mesh replica=0", "--mesh experts=0", "--grad-accum-steps 0",
             "--vocab-size 0", "--lora-rank -1", "--bucket-bytes 0", "--mesh model=-1",
-            "--global-batch-size -1", f"--devices {HUGE}", f"--seq-len {HUGE}"))],
+            "--global-batch-size -1", f"--devices {HUGE}", f"--seq-len {HUGE}",
+            "--seq-len 2147483647", "--vocab-size 2147483647", "--lora-rank 2147483647"))],
     "auto --model nano": [
         ("--memory-limit 0", "memory_limit '0' 80GB"), ("--latencies step.pbtxt", "--latencies"),
         ("--stage 2", "auto --stage")],

@@ -77,7 +77,7 @@ def check_values(settings: Any) -> None:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if is_number and not least <= value <= most:
             raise ValueError(
-                f"{flag(field.name)} {value}: a number from {least:g} to {most:,.0f} is required"
+                f"{flag(field.name)} {value}: a number from {least:g} to {int(most):,} is required"
             )
 
 

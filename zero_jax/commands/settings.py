@@ -25,6 +25,10 @@ def _zero(name: str, help: str, **about: Any) -> Any:
     return setting(None if name == "offload" else default, help, **about)
 
 
+# The largest numbers are far beyond any machine or model. Shapes and their bytes are counted in 32
+# and 64 bits, and a plan goes through the pieces of a parameter.
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelSettings:
     """Model and batch."""
@@ -34,14 +38,19 @@ class ModelSettings:
         None, "Folder of a transformers model; replaces --model.", metavar="FOLDER"
     )
     vocab_size: int | None = setting(
-        None, "Vocabulary size (default: the model's, or 256 for bytes).", unit="tokens"
+        None,
+        "Vocabulary size (default: the model's, or 256 for bytes).",
+        unit="tokens",
+        most=2**24,
     )
     expert_capacity_factor: float | None = setting(
-        None, "Expert capacity factor (default: the model's).", unit="ratio", least=0
+        None, "Expert capacity factor (default: the model's).", unit="ratio", least=0, most=1e6
     )
-    global_batch_size: int = setting(16, "Rows per step, over all devices.", unit="rows")
+    global_batch_size: int = setting(
+        16, "Rows per step, over all devices.", unit="rows", most=2**30
+    )
     seq_len: int | None = setting(
-        None, "Tokens of a row (default: the model's limit, or 1024).", unit="tokens"
+        None, "Tokens of a row (default: the model's limit, or 1024).", unit="tokens", most=2**24
     )
     optimizer: Literal["adamw", "sgd", "lion", "adafactor", "lamb", "muon"] = setting(
         "adamw", "Optimizer"
@@ -53,7 +62,10 @@ class DeviceSettings:
     """Devices and mesh."""
 
     devices: int | None = setting(
-        None, "Devices (default: all GPUs in train.py, else those of --mesh, or 4).", unit="devices"
+        None,
+        "Devices (default: all GPUs in train.py, else those of --mesh, or 4).",
+        unit="devices",
+        most=2**20,
     )
     mesh: str | None = setting(
         None, "Sizes of replica, experts, data, model (tensor parallel).", metavar="AXIS=SIZE,..."
@@ -68,7 +80,7 @@ class ZeroSettings:
     paper_config: Literal["c1", "c2", "c3", "c4", "c5", "zero-100b"] | None = setting(
         None, "Stage and remat of the ZeRO paper"
     )
-    grad_accum_steps: int = _zero("grad_accum_steps", "Gradient-accumulation steps.")
+    grad_accum_steps: int = _zero("grad_accum_steps", "Gradient-accumulation steps.", most=2**20)
     compute_dtype: Literal["fp32", "bf16", "fp16"] = _zero("compute_dtype", "Compute dtype")
     reduce_dtype: Literal["fp32", "bf16"] = _zero(
         "reduce_dtype", "Dtype of gradient sums over devices"
@@ -121,10 +133,13 @@ class LoraSettings:
     """LoRA adapters of a frozen model."""
 
     lora_rank: int | None = setting(
-        None, "Rank of the adapters (default: none, all weights are trained).", unit="dims"
+        None,
+        "Rank of the adapters (default: none, all weights are trained).",
+        unit="dims",
+        most=2**20,
     )
     lora_alpha: float | None = setting(
-        None, "LoRA scale is alpha / rank (default: 2 x rank).", unit="none", least=0
+        None, "LoRA scale is alpha / rank (default: 2 x rank).", unit="none", least=0, most=1e6
     )
     lora_targets: str = setting(
         ALL_LINEAR, "Adapted matrices, such as attn/q,attn/v.", metavar="PATHS"
