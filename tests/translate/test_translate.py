@@ -145,7 +145,7 @@ SETTINGS = [
      dict(replica=2, secondary_shards=True, param_comm_dtype="int8", grad_comm_dtype="int4")),
     (None, zero(stage=3, zero_hpz_partition_size=4), dict(replica="len(jax.devices()) // 4")),
     (8, zero(stage=3, mics_shard_size=2), dict(replica=4, secondary_shards=False)),
-    (8, zero(stage=2, cpu_offload=True), dict(offload="optimizer")),
+    *((8, zero(stage=2, cpu_offload=x), dict(offload="optimizer")) for x in (True, "yes")),
     (8, zero(stage=3, offload_param={"device": "cpu"}), dict(offload=None)),
     (8, zero(stage=3, offload_optimizer=NVME, offload_param=NVME),
      dict(offload='optimizer,params:nvme=/a b/"c"')),
@@ -196,6 +196,8 @@ def test_strategies_of_fsdp_are_stages_and_replicas():
         mesh = {"replica": 2, "data": 4} if "HYBRID" in line else {"data": 8}
         assert (made.config.stage, dict(made.mesh.shape)) == (stage, mesh), line
         assert str(made.config.offload) == "optimizer,params"
+    with pytest.raises(ValueError, match="reshard_after_forward` is NO_SHARD"):  # of FSDP 1
+        translate(text.replace(": 0", ": NO_SHARD"), "a.yaml", 8)
     made, _ = translate(SIZED, "a.yaml")
     assert (made["devices"], made["model"], made["replica"]) == (8, 2, 1)
 

@@ -13,6 +13,7 @@ from zero_jax.translate.keys import (
     NUMBER,
     OPTIMIZERS,
     SCHEDULES,
+    SWITCH,
     TRANSLATED,
     UNSUPPORTED,
     Key,
@@ -162,6 +163,8 @@ def _stage_and_replicas(file: File) -> tuple[int, int]:
     old, new = f"{_FSDP}sharding_strategy", f"{_FSDP}reshard_after_forward"
     if file[f"{_FSDP}version"] == 2:
         file.say(old, "FSDP2 reads reshard_after_forward", NOT_NEEDED)
+        if file.values.get(new) not in (None, AUTO):
+            parse(new, file.values[new], SWITCH)  # the name of a strategy is one of FSDP 1
         return file[new][0], 1
     stage, hybrid = file[new if file.values.get(old) is None else old]
     return stage, file["num_machines"] if hybrid else 1
