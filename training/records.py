@@ -367,7 +367,8 @@ def arguments_in(messages: Messages) -> list[Mapping[str, Any]]:
 
 def _decoded(fields: Mapping[str, Any], name: str, kind: type) -> Any:
     """Returns an object or a list of objects, or that of a JSON text; an empty one for none."""
-    value = decoded = fields.get(name) or None
+    empty = (None, "") if name == "arguments" else (None, "", [], {}, 0)
+    value = decoded = None if fields.get(name) in empty else fields[name]
     if isinstance(value, str):
         try:
             decoded = json.loads(value)

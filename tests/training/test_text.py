@@ -91,7 +91,8 @@ FIELDS = [  # of messages, of the record, and what is said
     ({}, {"chat_template_kwargs": {"tools": 1}}, '"chat_template_kwargs"'),
     *(({"content": None, "tool_calls": [{"type": "function", "function": call}]}, {}, said)
       for call, said in (({"name": "f", "arguments": "{"}, '"arguments"'), ("f", '"function"'),
-                         ({"name": "f", "arguments": "[1]"}, '"arguments"'))),
+                         ({"name": "f", "arguments": "[1]"}, '"arguments"'),
+                         ({"name": "f", "arguments": []}, '"arguments" is .*object'))),
 ]  # fmt: skip
 
 
