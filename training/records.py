@@ -367,7 +367,9 @@ def arguments_in(messages: Messages) -> list[Mapping[str, Any]]:
 
 def _decoded(fields: Mapping[str, Any], name: str, kind: type) -> Any:
     """Returns an object or a list of objects, or that of a JSON text; an empty one for none."""
-    empty = (None, "") if name == "arguments" else (None, "", [], {}, 0)
+    empty: tuple[Any, ...] = (None, "")
+    if name != "arguments":  # elsewhere an empty value of any type is none
+        empty += ([], {}, 0)
     value = decoded = None if fields.get(name) in empty else fields[name]
     if isinstance(value, str):
         try:
