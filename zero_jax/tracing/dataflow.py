@@ -298,7 +298,7 @@ def _of_differentiated(eqn: jex.JaxprEqn, made: list[bool]) -> list[bool]:
 
 
 def differentiated(jaxpr: jex.Jaxpr, wanted: Sequence[bool]) -> set[jex.Var]:
-    """Returns the variables on which these results depend, through calls and scans.
+    """Returns the variables through which a gradient flows to these results, or might.
 
     A function with a custom derivative depends on all of its inputs.
     """
@@ -307,6 +307,8 @@ def differentiated(jaxpr: jex.Jaxpr, wanted: Sequence[bool]) -> set[jex.Var]:
 
 def _through_bodies(eqn: jex.JaxprEqn, made: list[bool]) -> Sequence[bool]:
     body = jaxprs.called(eqn)
+    if eqn.primitive.name == "stop_gradient":
+        return [False]
     if body is None or not any(made):
         return reads_all(eqn, made)
     used = differentiated(body.jaxpr, body_results(eqn, made))
