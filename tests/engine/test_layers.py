@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
@@ -121,6 +122,23 @@ def test_the_last_layer_is_gathered_once_and_unused_parameters_never(count):
     zero, params = zero_on(4), make(count)
     value = zero.evaluate(scanned)(zero.shard(params), TOKENS)[0]
     assert float(value) == pytest.approx(float(scanned(params, TOKENS)), rel=1e-5)
+
+
+def test_an_evaluation_has_gradients_where_parameters_are_gathered_for_the_step():
+    zero, params = zero_on(2, stage=2, remat="block"), make(5)
+    grads = jax.grad(lambda p: zero.evaluate(scanned)(p, TOKENS)[0])(zero.shard(params))
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    jax.tree.map(near, zero.unshard(grads), jax.grad(scanned)(params, TOKENS))
+
+
+def test_a_table_read_after_the_layers_is_looked_up_by_rows():
+    def loss(p, tokens):
+        x = jax.lax.scan(lambda x, own: (layer(x, own), None), jnp.ones(WIDTH), stacks(p))[0]
+        return jnp.mean((p["table"][tokens[:, 0]] @ x) ** 2)
+
+    table = jnp.ones((100 * WORDS, WIDTH))
+    audit = audited(loss, lambda: make(4) | {"table": table}, TOKENS, {"data": 4}, remat="block")
+    assert sent(audit, "all-gather")[0] < table.size
 
 
 def test_a_plan_says_which_layers_have_no_explicit_passes():

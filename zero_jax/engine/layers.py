@@ -165,9 +165,10 @@ def _slice(x: jax.Array, i: Any) -> jax.Array:
     return x if i is None else dynamic_index_in_dim(x, i, keepdims=False)
 
 
-def _put(stack: Any, x: jax.Array, i: Any) -> jax.Array:
-    if i is None:
-        return x
+def _put(stack: Any, x: Any, i: Any) -> Any:
+    """Returns the stack with element i replaced, unless that is None; without an index, x."""
+    if i is None or x is None:
+        return x if i is None else stack
     return dynamic_update_index_in_dim(stack, x.astype(stack.dtype), i, 0)
 
 

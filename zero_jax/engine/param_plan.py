@@ -138,9 +138,10 @@ class Reading:
         if life.copy != TOUCH or cut.dim is None or not reads:
             return leaf
         parted = any(r.form.parted for r in reads)
-        able = not (parted or frozen) and cut.layer_rank > 1
+        by_rows = _by_rows(reads, cut, wire)
+        able = not (parted or frozen or by_rows) and cut.layer_rank > 1
         head_of = self._loop_before(self._use(at)) if able else None
-        return dataclasses.replace(leaf, by_rows=_by_rows(reads, cut, wire), head_of=head_of)
+        return dataclasses.replace(leaf, by_rows=by_rows, head_of=head_of)
 
     def _use(self, leaf: int) -> int:
         """Returns the last equation outside of layers that reads a leaf, or -1."""
