@@ -287,17 +287,17 @@ class _Forward:
         trained, count = self.gradients[-1].trained, len(params)
         layer = link.block.layer([*map(jax.typeof, params), *link.types])
         outs, kept = layer.keep_all(args, trained)
-        if id(link.block) not in self._stay:
-            self._stay[id(link.block)] = layer.reads(trained, kept, outs)
+        if link.group not in self._stay:
+            self._stay[link.group] = layer.reads(trained, kept, outs)
         saves = {count + at for at in link.saves} | {*range(len(args), len(kept))}
-        pairs = enumerate(self._stay[id(link.block)])
+        pairs = enumerate(self._stay[link.group])
         return following, params, outs, Held.of(kept, [own and at in saves for at, own in pairs])
 
     def _remote(self, link: LayerNode, i: Any) -> list[Any]:
         return self.layers.shards_of(self.shards, link, i, link.block.remote)
 
     def _read_again(self, link: LayerNode) -> tuple[int, ...]:
-        stay = self._stay[id(link.block)]
+        stay = self._stay[link.group]
         return tuple(at for at in sorted(link.block.remote) if stay[at])
 
 
