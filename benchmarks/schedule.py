@@ -27,7 +27,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import gspmd
 import jax
 
-from zero_jax import Precision, Zero, abstract_mesh
+from zero_jax import Precision, Zero, abstract_mesh, releases
 from zero_jax.commands.case import Case
 from zero_jax.hlo import aot, auditor, latencies, roofline, targets
 from zero_jax.models import families
@@ -67,7 +67,8 @@ def compiled(case: Case, target: targets.Target, told: bool) -> dict[str, dict]:
         make = functools.partial(aot.compile_for, target, step, args, case.zero.mesh, options=own)
         audit = make()
         if told:
-            audit = make(seconds=latencies.of(audit.program, audit.collectives, target))
+            at_once = releases.at_once(own or {})
+            audit = make(seconds=latencies.of(audit.program, audit.collectives, target, at_once))
         times = roofline.step_time(audit.program, audit.collectives, target, case.model_flops)
         found[name] = facts(audit, times, plan.num_params)
     return found

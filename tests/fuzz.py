@@ -192,10 +192,9 @@ def _with_heads(leaves: Sequence[Leaf], bucket: float, remat: Any) -> list[Leaf]
     of them for each loop; but those that are sliced outside of loops."""
     order = [(at, i, name) for at, leaf in enumerate(leaves) for i, name in enumerate(leaf.ops)]
     order += [(at, len(leaf.ops), "rows") for at, leaf in enumerate(leaves) if leaf.rows]
-    places = [p for p, (at, _, name) in enumerate(order) if name in ops.PRODUCTS]
-    places = [p for p in places if is_loop(order[p][2], leaves[order[p][0]])] * (
-        remat != "block_sqrt"
-    )
+    loops = [p for p, (at, _, name) in enumerate(order) if is_loop(name, leaves[at])]
+    places = [p for p in loops if order[p][2] in ops.PRODUCTS and leaves[order[p][0]].shape[0]]
+    places *= remat != "block_sqrt"
     uses = {at: p for p, (at, _, name) in enumerate(order) if _is_read(name, leaves[at])}
     found, left = list(leaves), dict.fromkeys(places, bucket)
     for at, use in sorted(uses.items(), key=lambda pair: pair[1]):
@@ -229,8 +228,10 @@ def _operation(name: str, leaf: Leaf, remat: Any) -> tuple[float, float]:
 
 
 def is_loop(name: str, leaf: Leaf) -> bool:
-    """True for a scan that takes slices of the shards of a leaf."""
-    return bool(leaf.shape) and leaf.dim != 0 and ops.LOOPS.get(name) is not None
+    """True for a scan that takes slices of the shards of a leaf. To swap a leaf's only dim does
+    nothing."""
+    sliced = ops.LOOPS.get(name) is not None or (name == "scan swapped" and len(leaf.shape) == 1)
+    return bool(leaf.shape) and leaf.dim != 0 and sliced
 
 
 def _loop(name: str, leaf: Leaf, remat: Any) -> tuple[float, float, float]:

@@ -196,5 +196,10 @@ LOOPS: dict[str, tuple[bool, bool] | None] = dict.fromkeys(FULL)
 LOOPS |= dict.fromkeys(("scan", "scan cast", "scan checkpoint", "scan beside"), (True, True))
 LOOPS |= dict.fromkeys(("scan reverse", "scan metric"), (False, True))
 LOOPS["map"] = (False, False)
-PRODUCTS = {"scan", "scan cast", "scan checkpoint"}  # loops of them hide communication
+PRODUCTS = {
+    "scan",
+    "scan cast",
+    "scan checkpoint",
+    "scan swapped",
+}  # have products
 ROUNDS = ("scan cast", "half and back")

@@ -29,6 +29,7 @@ import optax
 from problems import ODD_GPT, PROBLEMS, gpt_problem, train_plain, train_zero, ulps, zoo_problem
 
 import zero_jax
+from zero_jax import releases
 from zero_jax.adapters import quantised
 from zero_jax.engine import compiler, offload_check
 from zero_jax.models import gpt
@@ -177,6 +178,7 @@ def options():
     """XLA for GPUs knows every option that a step gives it, and "auto" is cuDNN's attention."""
     if jax.default_backend() != "gpu":
         return
+    yield f"{releases.AT_ONCE} is unknown", not compiler.if_known(releases.AT_ONCE, 3), 0
     given = compiler.options(2**30, 64, (2**26, 2**26))
     jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=given)
     zero, problem = on_one_device(**BF16), gpt_problem(GPT)

@@ -261,15 +261,26 @@ def test_xla_merges_no_more_than_a_bucket(monkeypatch):
         assert known[GATHER] > 400 * 2**20 and 64 * known[SCATTER] == 17 * summed // 16
 
 
-SMALL = [{"width": 64, "grad_accum_steps": 2}, {"width": 64, "scanned": False}]
-SMALL += [{"width": 4096, "bucket_bytes": 2**25, "precision": "bf16"}]
+AHEAD = [
+    (True, {"width": 64, "grad_accum_steps": 2}), (True, {"width": 64, "scanned": False}),
+    # Two layers are held, so not where one is many buckets.
+    (True, {"width": 4096, "bucket_bytes": 2**26, "precision": "bf16"}),
+    (False, {"width": 4096, "bucket_bytes": 2**25, "precision": "bf16"})]  # fmt: skip
 
 
-@pytest.mark.parametrize("settings", SMALL)
-def test_merging_small_layers_is_left_to_xla(settings):
+@pytest.mark.parametrize(("ahead", "settings"), AHEAD)
+def test_several_collectives_run_at_once_where_layers_are_gathered_ahead(ahead, settings):
     known = _options(**settings)
+    assert any("overlap_limit" in name for name in known) == ahead
+    # Merging small layers is left to XLA.
     assert known.get(GATHER) == settings.get("bucket_bytes")
     jax.jit(lambda: 0).lower().compile(compiler_options=known)  # XLA accepts them
+
+
+def test_an_option_that_xla_does_not_know_is_named_and_left_out():
+    assert compiler.if_known(GATHER, 1) == {GATHER: 1}
+    with pytest.warns(UserWarning, match="xla_gpu_none"):
+        assert compiler.if_known("xla_gpu_none", 1) == {}
 
 
 ROW = jnp.ones((8, 64))

@@ -1,6 +1,7 @@
 """The audit of compiled programs: real ones for CPU devices, and GPU spellings as literal text."""
 
 import functools
+import re
 import types
 
 import jax
@@ -64,7 +65,11 @@ def test_collectives_in_nested_loops_along_every_axis_send_their_closed_form():
         assert (c.dtype, c.bytes, c.scalar) == ("f32", 4 * c.elements, c.elements == 1)
         assert (c.conditional, c.asynchronous, c.in_loop) == (False, False, c.runs > 1)
     assert {c.op_name.rpartition("/")[2] for c in found if c.kind == "all-reduce"} == {"psum"}
-    # The table lists most words first.
+    # Trip counts are derived where XLA wrote none; the table lists most words first.
+    text = on_a_cube().as_text()
+    bare = re.sub(r", backend_config=\{.*", "", text)
+    assert "known_trip_count" in text and "known_trip_count" not in bare
+    assert [c.runs for c in auditor.collectives(bare)] == [c.runs for c in found]
     table = auditor.format_table(auditor.audit(on_a_cube(), CUBE)).splitlines()
     words = [int(line.split()[5]) for line in table[1:]]
     assert words == sorted(words, reverse=True) and words[0] == OUTER * MIDDLE * INNER * 2 * S

@@ -3,6 +3,7 @@
 import collections
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Hashable
 from typing import TypeGuard
 
@@ -18,6 +19,8 @@ XlaOptions = dict[str, str | float]
 
 # Up to here XLA for GPUs merges by itself, and picks better sizes below: not to be overridden.
 _XLA_MERGES = 30 * 2**20
+# Prefetching holds two layers and the gradients of one: not where a layer is larger than that.
+MOST_BUCKETS = 4
 # No transformation is being traced: then nothing is computed to find out about `jit`.
 _OUTSIDE = jex.get_opaque_trace_state()
 INVALID_ARGUMENT = 3  # absl::StatusCode of an unknown option, in `JaxRuntimeError.error_code`
@@ -28,7 +31,7 @@ def options(
     devices: int,
     layer: tuple[int, int] | None = None,
 ) -> XlaOptions:
-    """Returns XLA's options for GPUs: how many bytes of collectives are combined.
+    """Returns XLA's options for GPUs: combination of collectives, and how many run at once.
 
     Args:
       bucket_bytes: Maximum bytes per collective, of the full array.
@@ -52,7 +55,27 @@ def options(
         most = min(bucket_bytes, 17 * own // 16) if large else bucket_bytes
         if large or most // parts < _XLA_MERGES:
             known[f"xla_gpu_{kind}_combine_threshold_bytes"] = most // parts
+    if layer is not None and gathered <= MOST_BUCKETS * bucket_bytes:
+        known |= if_known(releases.AT_ONCE, releases.COLLECTIVES_AT_ONCE)
     return known
+
+
+@functools.cache
+def if_known(name: str, value: int) -> XlaOptions:
+    """Returns the option; warns and returns nothing if the installed XLA does not support it."""
+    try:
+        jax.jit(lambda: 0).lower().compile(compiler_options={name: str(value)})
+    except jax.errors.JaxRuntimeError as error:
+        if error.error_code != INVALID_ARGUMENT:
+            raise
+    else:
+        return {name: value}
+    warnings.warn(
+        f"jaxlib {jax.lib.__version__} does not support the XLA option {name}: parameters of "
+        "layers are gathered with more exposed communication. Use a jaxlib from 0.10 to 0.12",
+        stacklevel=2,
+    )
+    return {}
 
 
 class CheckedJit:

@@ -38,8 +38,6 @@ from zero_jax.remat.recompute import Held, Known
 
 # Two iterations share a loop body.
 UNROLL = 2
-# Two layers and the gradients of one are held at once: not where a layer is larger than that.
-MOST_BUCKETS = 4
 
 
 @dataclasses.dataclass(frozen=True)

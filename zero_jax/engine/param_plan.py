@@ -218,7 +218,8 @@ class Reading:
             if layer is None:
                 reason = fallback(body, sliced, policy, self._bucket_bytes)
                 layer = self._layer(eqn.params["length"], True, policy, reason)
-                if loops == 0 and not reason and any(equations.products(body)):
+                some = eqn.params["length"] and any(equations.products(body))
+                if loops == 0 and not reason and some:
                     self._loops.append(self._at)
             # Where each iteration saves all that it needs, each operation gathers for itself.
             each = policy.kind == "none" and (reason or nested)

@@ -9,8 +9,9 @@ import jax
 import jax.extend.core as jex
 
 from zero_jax.collectives.barriers import Arrays
+from zero_jax.engine.compiler import MOST_BUCKETS
 from zero_jax.engine.layer_block import Block, stopped
-from zero_jax.engine.layers import MOST_BUCKETS, UNROLL, ExplicitLayers, LayerNode, heads_of
+from zero_jax.engine.layers import UNROLL, ExplicitLayers, LayerNode, heads_of
 from zero_jax.engine.lazy_param import Apart, Source, Weight, opened, whole
 from zero_jax.engine.replay import BLOCK, How, replay
 from zero_jax.remat import recompute

@@ -27,13 +27,16 @@ from zero_jax.hlo.targets import Target
 SUFFIX = ".pbtxt"
 
 
-def of(program: Program, collectives: Sequence[Collective], target: Target) -> Mapping[str, float]:
+def of(
+    program: Program, collectives: Sequence[Collective], target: Target, at_once: int
+) -> Mapping[str, float]:
     """Returns the latencies of instructions in seconds, by their names.
 
     Args:
       program: A scheduled program, parsed.
       collectives: Its collectives.
       target: As for `roofline.step_time`.
+      at_once: Number of collectives that XLA runs at a time.
     """
     flops = Flops(program)
     kernels = roofline.kernels(target, flops)
@@ -46,7 +49,7 @@ def of(program: Program, collectives: Sequence[Collective], target: Target) -> M
     for_the_update = _only_for_the_update(flops)
     for c in collectives:
         if c.name in timeline.delays:
-            latency = timeline.transfers[c.name].seconds
+            latency = at_once * timeline.transfers[c.name].seconds
             if c.kind == "reduce-scatter" and c.name in for_the_update:
                 latency += min(latency, timeline.delays[c.name])
             latencies[c.name] = latency

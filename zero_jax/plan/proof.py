@@ -90,7 +90,7 @@ def compiled(
             f"`latencies`={str(latencies)!r}: a loop of the step has an unknown trip count: "
             "use a loop of fixed length (jax.lax.scan), or leave latencies out"
         )
-    modelled = own_latencies.of(found.program, found.collectives, target)
+    modelled = own_latencies.of(found.program, found.collectives, target, releases.at_once(options))
     pathlib.Path(latencies).write_text(own_latencies.text(modelled))
     return compile_for(seconds=modelled)
 
