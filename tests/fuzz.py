@@ -245,7 +245,8 @@ def _loop(name: str, leaf: Leaf, remat: Any) -> tuple[float, float, float]:
         # Once more for each group but its last layer; without a carry for no layer.
         return 1, 1 + (1 - groups / layers) * carries * (layers > 3), 1
     # The first layer's input is data: where nothing is recomputed its gradient needs no parameter.
-    again = layers if own_remat or not keeps else (layers - 1) * reads
+    # An iteration of a loop gathers it all the same; up to five layers are in none.
+    again = layers if own_remat or not keeps else (layers - (layers < 6)) * reads
     return 1, max(0, again - (name == leaf.last) * leaf.kept) / layers, 1
 
 
