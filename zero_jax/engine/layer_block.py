@@ -98,10 +98,10 @@ def stopped(values: Apart) -> set[Source]:
     return {*values.sources} - moved
 
 
-def small(params: Arrays, which: Sequence[bool], bucket_bytes: float) -> list[Any] | None:
+def small(params: Arrays, which: Sequence[bool], most_bytes: float) -> list[Any] | None:
     """Returns the parameters that stay gathered between the passes; None if they are large."""
     kept = [x if own else None for x, own in zip(params, which, strict=True)]
-    return kept if sum(x.nbytes for x in jax.tree.leaves(kept)) <= bucket_bytes else None
+    return kept if sum(x.nbytes for x in jax.tree.leaves(kept)) <= most_bytes else None
 
 
 def backward(
