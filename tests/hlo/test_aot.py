@@ -118,26 +118,29 @@ def test_a_product_that_xla_has_no_kernel_for_without_timing_is_compiled_too():
 def test_a_training_step_sends_and_holds_what_its_schedule_says():
     """Stage 3 gathers each layer forward and backward, in bf16, and scatters its fp32 gradient.
 
-    XLA moves one of each out of its loop, to start it early or to end it late.
+    The last layer, a small one, is gathered once. The first and the last are outside of the loop.
     """
     net = Network(L=6, D=1024, B=8, T=64, dtype="bf16")
     mesh = zero_jax.abstract_mesh(8)
     step, args = net.step(3, "block", mesh=mesh)
     report = aot.compile_for(targets.target("h100"), step.function, args, mesh)
-    runs = collections.Counter()
-    for c in (c for c in report.collectives if c.elements == net.layer):
-        runs[c.kind, c.dtype, c.in_loop] += c.runs
-    assert runs["all-gather", "bf16", True] + runs["all-gather", "bf16", False] == 2 * net.L
-    assert runs["reduce-scatter", "f32", True] + runs["reduce-scatter", "f32", False] == net.L
-    assert runs["all-gather", "bf16", True] >= 2 * (net.L - 1)
-    assert report.elements_per_param(net.psi) == pytest.approx(3, rel=1e-5)
-    assert report.flops == 4 * net.L * 2 * (8 * 64) * net.layer
+    sent = collections.Counter()
+    for c in report.collectives:
+        sent[c.kind, c.dtype] += c.elements * c.runs / net.layer
+        sent[c.kind, c.dtype, c.in_loop] += c.elements * c.runs / net.layer
+    assert sent["all-gather", "bf16"] == 2 * net.L - 1
+    assert sent["all-gather", "bf16", True] == 2 * (net.L - 2)
+    assert sent["reduce-scatter", "f32"] == net.L
+    assert report.elements_per_param(net.psi) == pytest.approx(3 - 1 / net.L, rel=1e-5)
+    # The batch has no gradient.
+    assert report.flops == (4 * net.L - 1) * 2 * (8 * 64) * net.layer
     assert report.alias_bytes == 12 * net.psi // 8 + 16 + 4, "Adam's count, and the guard"
     assert report.argument_bytes == report.alias_bytes + net.carry
     others = report.output_bytes - report.alias_bytes
     assert report.total_bytes == report.argument_bytes + report.temp_bytes + others
     assert 0.99 < report.fragmentation < 1.1
-    assert 2 * net.L * (8 * 64) * net.D in {t.bytes for t in report.peak.temporaries}, "saved"
+    saved = 2 * (net.L - 2) * (8 * 64) * net.D
+    assert saved in {t.bytes for t in report.peak.temporaries}, "of layers in the loop"
     assert "plan/networks.py" in {t.source.partition(":")[0] for t in report.peak.temporaries}
 
 
