@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from networks import LONG, WIDE, N
+from one_device import MERGES
 
 import zero_jax
 from zero_jax.hlo import auditor
@@ -47,8 +48,9 @@ def test_terms_of_a_step_with_remat(stage, dtype):
 
 def test_policies_save_products_or_all_that_the_backward_pass_reads():
     for stage in (0, 3):
-        # Those of the loop, and the input of the last layer.
-        assert terms(LONG, stage, "dots")["saved"] == (2 * (LONG.L - 2) + 1) * LONG.carry
+        # Those of the loop, and the input of the last layer; those of all layers from jax 0.12 on.
+        layers = LONG.L - (2 if MERGES else 1)
+        assert terms(LONG, stage, "dots")["saved"] == (2 * layers + 1) * LONG.carry
     # Of tanh(h @ w): h, and its value or its derivative, or (jax 0.10) both.
     saved = terms(LONG, 3, "none")["saved"]
     assert saved in (2 * (LONG.L - 1) * LONG.carry, 3 * (LONG.L - 1) * LONG.carry)
@@ -72,13 +74,14 @@ def test_micro_batches_save_half_and_add_up_in_a_second_set_of_gradients(stage):
 
 def test_terms_are_all_that_is_held_and_near_the_compiled_program():
     """Within 10 % where activations dominate and no layer runs again: XLA for CPUs drops barriers,
-    and merges the two runs of a layer. Programs for GPUs are compared in test_prove_plan.py."""
+    and merges the two runs of a layer; from jax 0.12 on it holds up to 20 % more. Programs for GPUs
+    are compared in test_prove_plan.py."""
     for stage in (0, 3):
         found = forecast(LONG, stage, "none")
         assert sum(found.terms.values()) == found.bytes
         step, args = LONG.step(stage, "none")
         temp = auditor.audit(step.lower(*args).compile()).temp_bytes
-        assert found.bytes == pytest.approx(temp, rel=0.1)
+        assert found.bytes == pytest.approx(temp, rel=0.1 if MERGES else 0.2)
     # Stage 2 holds the gathered copy beside what stage 3 holds, but of one layer that it gathers.
     more = forecast(WIDE, 2, k=2).bytes - forecast(WIDE, 3, k=2).bytes
     assert more == 4 * WIDE.psi - 4 * WIDE.layer // N
