@@ -237,7 +237,7 @@ def run_equation(
       values: Its operands.
       stopped: Which of them have no derivative.
       how: How equations are run.
-      heads: Parameters that are first used after it.
+      heads: Parameters that are last used after it.
     """
     name = eqn.primitive.name
     if len(values) == 1 and (made := values[0].through(eqn)) is not None:

@@ -1,6 +1,7 @@
 """Scans over sharded parameters: prefetched by `layers.py`, or by `jax.lax.scan`, in groups too."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -74,7 +75,7 @@ class LayerScan:
         self.others, self.operands = len(others), [*others, *self._slices.arrays]
         self._weights = {self._body.jaxpr.invars[i]: weight for i, weight in own.items()}
 
-    @property
+    @functools.cached_property
     def is_explicit(self) -> bool:
         """True if the passes of `layers.py` run the scan."""
         how, forms = self._how, {v: weight.form for v, weight in self._weights.items()}
@@ -88,7 +89,7 @@ class LayerScan:
 
         Args:
           operands: See above, then the shards of the heads.
-          heads: Parameters that are first used after the scan.
+          heads: Parameters that are last used after the scan.
 
         Returns:
           The results, then the gathered heads.

@@ -42,7 +42,7 @@ class UnrolledLayers:
 
         Args:
           layers: The equations of each.
-          heads: Parameters that are first used after the layers.
+          heads: Parameters that are last used after the layers.
 
         Returns:
           The gathered heads.
@@ -118,7 +118,7 @@ def _explicit(
       env: The values of their inputs.
       results: Results that are read after the last layer.
       moves: The inputs of each layer that are saved where the remat policy says.
-      heads: Parameters that are first used after the layers.
+      heads: Parameters that are last used after the layers.
       how: How equations are run.
 
     Returns:

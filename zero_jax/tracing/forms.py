@@ -1,4 +1,4 @@
-"""What a traced program does to a parameter before it computes with it: casts, slices, layout.
+"""Forms of a parameter before a traced program computes with it: casts, slices, layout.
 
 Parameters are gathered late. Operations that only rearrange a parameter wait until it is full; one
 slice of a stack of layers is the same slice of its shards.
