@@ -25,10 +25,9 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from zero_jax.engine.lazy_param import Apart, Opener, Source, Weight, opened, whole
+from zero_jax.engine.lazy_param import Apart, Source, Weight, opened, whole
 from zero_jax.engine.param_plan import is_own_remat
-from zero_jax.engine.regathered import regathered
-from zero_jax.engine.replay import NONE, How, Tap, place_of, replay
+from zero_jax.engine.replay import BLOCK, NONE, How, Tap, place_of, replay
 from zero_jax.engine.scans import LayerScan
 from zero_jax.engine.unrolled import UnrolledLayers
 from zero_jax.remat import policies, recompute
@@ -156,7 +155,6 @@ class _Running:
         # JAX's own functions are given arrays, where a trace may hold NumPy's.
         self._env.update(zip(self._jaxpr.constvars, map(jnp.asarray, closed.consts), strict=True))
         self._fixed = set(self._env)
-        self._idle = equations.without_derivative(self._jaxpr)
         self._stretch = equations.Stretches(self._jaxpr)
         self._waiting: list[int] = []
 
@@ -168,10 +166,9 @@ class _Running:
         elif eqn.outvars or eqn.effects:  # jax 0.10 leaves emptied calls behind
             self._flush()
             values = [equations.read(self._env, a) for a in eqn.invars]
-            stopped = [equations.is_in(a, self._idle) for a in eqn.invars]
             heads = self._heads_of(at)
             how = dataclasses.replace(self._how, keep_last=at == self._last)
-            made = run_equation(eqn, values, stopped, how, heads.sources)
+            made = run_equation(eqn, values, how, heads.sources)
             self._env.update(zip(eqn.outvars, made, strict=False))
             if len(made) > len(eqn.outvars):
                 self._gathered(heads, made[len(eqn.outvars) :])
@@ -226,7 +223,6 @@ class _Running:
 def run_equation(
     eqn: jex.JaxprEqn,
     values: list[Any],
-    stopped: Sequence[bool],
     how: How,
     heads: Sequence[Source] = (),
 ) -> list[Any]:
@@ -235,7 +231,6 @@ def run_equation(
     Args:
       eqn: The equation.
       values: Its operands.
-      stopped: Which of them have no derivative.
       how: How equations are run.
       heads: Parameters that are last used after it.
     """
@@ -244,63 +239,38 @@ def run_equation(
         place_of(eqn, set(eqn.outvars), how.policy)  # raises for a name
         return made
     if name == "scan":
-        return _scan(eqn, values, stopped, how, heads)
+        return _scan(eqn, values, how, heads)
     if name == "gather" and isinstance(values[0], Weight) and values[0].source.rows is not None:
         return [values[0].rows(eqn, values[1])]
     if how.open is not None:
         return equations.function(eqn)(*map(how.open, values))
-    if is_own_remat(eqn):
-        return _own_remat(eqn, values, how)
-    return _gathering(equations.function(eqn), values, stopped, how, again=name not in _KEEPS)
+    policy = NONE if name in _KEEPS else BLOCK
+    if is_own_remat(eqn):  # a layer with its own policy
+        policy = policies.of_jax(eqn.params["policy"])
+        return _recomputed(equations.written_out(equations.inner(eqn)), values, policy, how)
+    return _recomputed(equations.alone(eqn), values, policy, how)
 
 
-def _gathering(
-    run: Callable[..., list[Any]],
-    values: Sequence[Any],
-    stopped: Sequence[bool],
-    how: How,
-    *,
-    again: bool,
-) -> list[Any]:
-    """Runs an operation with its gathers, which its backward pass repeats.
+def _recomputed(body: jex.ClosedJaxpr, values: Sequence[Any], policy: Remat, how: How) -> list[Any]:
+    """Runs operations with their gathers, which the backward pass repeats.
 
     Args:
-      run: The operation.
-      values: Its operands, parameters and arrays.
-      stopped: The operands without a derivative; `tied` would give them one.
+      body: The operations.
+      values: Their operands, parameters and arrays.
+      policy: What they save; never parameters.
       how: How equations are run.
-      again: True to recompute it too; else it saves its residuals, but no parameter.
     """
     apart = Apart(values)
     if apart.free:
-        return run(*map(opened, values))
-    if not how.in_loop:
-        # Otherwise the gradient is computed and sent after all layers have run backward, and its
-        # inputs live until then.
-        values = [
-            jax.lax.stop_gradient(v) if own and not isinstance(v, Weight) else v
-            for v, own in zip(apart.tied().values, stopped, strict=True)
-        ]
-        apart = Apart(values)
-    if again:
-        fused = jax.checkpoint(
-            lambda *flat: _whole_run(run, apart, flat), prevent_cse=not how.in_loop
-        )
-        return fused(*apart.flat)
-    return regathered(run, apart)
+        return equations.as_function(body)(*map(opened, values))
+    pairs = zip(body.jaxpr.invars, values, strict=True)
+    weights = {var for var, x in pairs if isinstance(x, Weight)}
+    own = dataclasses.replace(how, policy=policy)
+    layer = replay(body, apart.together, weights, own, in_loop=how.in_loop)
+    return recompute.layer(layer, {}, barrier=not how.in_loop)(*apart.flat)
 
 
-def _whole_run(run: Callable[..., list[Any]], apart: Apart, flat: Sequence[Any]) -> list[Any]:
-    return run(*map(Opener(), apart.together(flat)))
-
-
-def _scan(
-    eqn: jex.JaxprEqn,
-    values: list[Any],
-    stopped: Sequence[bool],
-    how: How,
-    heads: Sequence[Source],
-) -> list[Any]:
+def _scan(eqn: jex.JaxprEqn, values: list[Any], how: How, heads: Sequence[Source]) -> list[Any]:
     """Runs a scan: slices of shards are gathered layer by layer, other parameters before it."""
     if how.open is not None:
         inside = dataclasses.replace(how, policy=NONE, in_loop=True, open=None)
@@ -308,26 +278,16 @@ def _scan(
         return scan.run_by_jax(list(map(how.open, scan.operands)))
     scan = LayerScan(eqn, values, how)
     heads = heads if scan.is_explicit else ()
-    given = [*scan.operands, *(x for source in heads for x in source.arrays)]
-    others = [own for i, own in enumerate(stopped) if i not in scan.sliced]
-    still = [*others, *[False] * (len(given) - len(others))]
 
     def run(*operands: Any) -> list[Any]:
         return scan.explicit(operands, heads) if scan.is_explicit else scan.run_by_jax(operands)
 
-    return _gathering(run, given, still, how, again=False)
-
-
-def _own_remat(eqn: jex.JaxprEqn, values: list[Any], how: How) -> list[Any]:
-    """Runs a `jax.checkpoint` of the model, a layer with its own policy."""
-    apart, body = Apart(values), equations.written_out(equations.inner(eqn))
-    if apart.free:
-        return equations.function(eqn)(*map(opened, values))
-    own = dataclasses.replace(how, policy=policies.of_jax(eqn.params["policy"]))
-    pairs = zip(body.jaxpr.invars, values, strict=True)
-    weights = {var for var, x in pairs if isinstance(x, Weight)}
-    layer = replay(body, apart.together, weights, own, in_loop=how.in_loop)
-    return recompute.layer(layer, {}, barrier=not how.in_loop)(*apart.flat)
+    given = [*scan.operands, *(x for source in heads for x in source.arrays)]
+    if Apart(given).free:
+        return run(*map(opened, given))
+    others = [atom.aval for at, atom in enumerate(eqn.invars) if at not in scan.sliced]
+    closed = jax.make_jaxpr(run)(*others, *given[scan.others :])
+    return _recomputed(equations.written_out(closed), given, NONE, how)
 
 
 def _check_names(jaxpr: jex.Jaxpr, policy: Remat) -> None:

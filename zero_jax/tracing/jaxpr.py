@@ -253,13 +253,17 @@ def new_jaxpr(
     return jex.Jaxpr(constvars, invars, outvars, eqns, effects, debug_info=made_of)
 
 
-def function(eqn: jex.JaxprEqn) -> Callable[..., list[Any]]:
-    """Returns one equation as a function of its inputs."""
+def alone(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
+    """Returns one equation as a jaxpr of its operands, literals included."""
     invars = [jex.Var(a.aval) for a in eqn.invars]
     outvars = [jex.Var(v.aval) for v in eqn.outvars]
-    alone = eqn.replace(invars=list[Atom](invars), outvars=outvars)
-    jaxpr = new_jaxpr(invars, outvars, [alone], eqn.effects)
-    return as_function(jex.ClosedJaxpr(jaxpr, ()))
+    eqn = eqn.replace(invars=list[Atom](invars), outvars=outvars)
+    return jex.ClosedJaxpr(new_jaxpr(invars, outvars, [eqn], eqn.effects), ())
+
+
+def function(eqn: jex.JaxprEqn) -> Callable[..., list[Any]]:
+    """Returns one equation as a function of its inputs."""
+    return as_function(alone(eqn))
 
 
 def as_function(closed: jex.ClosedJaxpr) -> Callable[..., list[jax.Array]]:
