@@ -21,7 +21,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zero_jax.collectives.precision import cast
 from zero_jax.commands.case import Case
 from zero_jax.engine import execute
+from zero_jax.engine.lazy_param import Weight, whole
+from zero_jax.engine.lifetimes import Positions
+from zero_jax.remat.policies import parse
 from zero_jax.sharding.mesh import DATA, abstract_of
+from zero_jax.tracing.forms import Form
+from zero_jax.tracing.jaxpr import written_out
+from zero_jax.tracing.layer_detection import runs_of, scans_of
 
 PyTree = Any
 
@@ -47,7 +53,7 @@ def step_of(
         transform_non_params=lambda x: _like(x, mesh, whole),
     )
     rules = (("batch", DATA),) if held else ()
-    saving = execute.apply(_mean_loss(case, chunks), policy)
+    saving = _saving(_mean_loss(case, chunks), policy)
 
     def loss(params: PyTree, batch: PyTree) -> jax.Array:
         compute = jax.tree.map(lambda x: cast(x, case.zero.config.precision.compute), params)
@@ -60,6 +66,23 @@ def step_of(
         return optax.apply_updates(params, updates), state, value
 
     return step, (params, state, _like(case.batch, mesh, PartitionSpec(DATA)))
+
+
+def _saving(fun: Callable[..., Any], policy: str) -> Callable[..., Any]:
+    """A function of full parameters whose backward pass follows a remat policy of zero_jax."""
+
+    def wrapped(params: PyTree, *args: Any) -> Any:
+        closed, shape = jax.make_jaxpr(fun, return_shape=True)(params, *args)
+        closed, leaves = written_out(closed), jax.tree.leaves(params)
+        held = [Weight(whole(x), Form(at, x.ndim, None)) for at, x in enumerate(leaves)]
+        forms = {v: x.form for v, x in zip(closed.jaxpr.invars, held, strict=False)}
+        runs, scans = runs_of(closed.jaxpr, forms), scans_of(closed.jaxpr, forms)
+        positions = Positions(runs, max([-1, *scans, *(run[0][0] for run in runs)]))
+        how = execute.How(execute.evaluate, parse(policy))
+        outs = execute.run(closed, [*held, *jax.tree.leaves(args)], how, positions)
+        return jax.tree.unflatten(jax.tree.structure(shape), outs)
+
+    return wrapped
 
 
 def _mean_loss(case: Case, chunks: int) -> Callable[[PyTree, jax.Array], jax.Array]:

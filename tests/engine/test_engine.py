@@ -151,8 +151,8 @@ def test_heads_and_the_layers_during_which_they_are_gathered(loss, settings, wan
     traced = zero.train_step(loss, zero.optimizer(TX)).read(*args)
     eqns = traced.closed.jaxpr.eqns
     scans = [at for at, eqn in enumerate(eqns) if eqn.primitive.name == "scan"]
-    found = {x.path: x.head_of for x in traced.leaves if x.head_of is not None}
-    assert {path: scans.index(at) for path, at in found.items()} == want
+    heads = traced.positions.heads
+    assert {traced.leaves[i].path: scans.index(at) for at in heads for i in heads[at]} == want
 
 
 # States sharded over replicas too (ZeRO++'s hpZ): the same training in the bytes of all.

@@ -122,11 +122,9 @@ class DeviceStep:
         bucket = self.settings.bucket_bytes * model_size(self.settings.mesh)
         policy = policies.parse(self.settings.remat)
         args = [*weights, *jax.tree.leaves((micro, extras))]
-        heads = [leaf.head_of for leaf in self.traced.leaves]
-        outside = self.traced.outside
-        total, weight, *aux = execute.run(
-            self.traced.closed, args, policy, bucket, heads, outside=outside
-        )
+        closed, outside = self.traced.closed, self.traced.outside
+        how = execute.How(execute.evaluate, policy, bucket_bytes=bucket, outside=outside)
+        total, weight, *aux = execute.run(closed, args, how, self.traced.positions)
         return total, weight if outside else jax.lax.stop_gradient(weight), aux
 
     def _scaled_down(self, weight: jax.Array) -> jax.Array:

@@ -17,8 +17,7 @@ decides how:
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +25,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from zero_jax.engine.lazy_param import Apart, Source, Weight, opened, whole
+from zero_jax.engine.lifetimes import Positions
 from zero_jax.engine.param_plan import is_own_remat
 from zero_jax.engine.replay import BLOCK, NONE, How, Tap, place_of, replay
 from zero_jax.engine.scans import LayerScan
@@ -33,78 +33,34 @@ from zero_jax.engine.unrolled import UnrolledLayers
 from zero_jax.remat import policies, recompute
 from zero_jax.remat.policies import Place, Remat
 from zero_jax.tracing import jaxpr as equations
-from zero_jax.tracing import layer_detection
-from zero_jax.tracing.forms import Form
 
 # Operations that choose their own residuals. A loop is too expensive to run again, and a function
 # with its own gradient should not be.
 _KEEPS = frozenset(("scan", "custom_vjp_call"))
 
 
-def run(
-    closed: jex.ClosedJaxpr,
-    args: Sequence[Any],
-    policy: Remat,
-    bucket_bytes: float,
-    heads: Sequence[int | None] = (),
-    *,
-    outside: bool = False,
-) -> list[Any]:
+def run(closed: jex.ClosedJaxpr, args: Sequence[Any], how: How, positions: Positions) -> list[Any]:
     """Runs a traced loss.
 
     Args:
       closed: Its jaxpr, with inlined calls.
       args: Its inputs, parameters and arrays.
-      policy: The remat policy of layers.
-      bucket_bytes: See `How`.
-      heads: For each parameter the last equation of the layers during which it is gathered, or
-        None.
-      outside: See `How`.
+      how: How equations are run.
+      positions: Where its layers are.
 
     Raises:
-      ValueError: A name of the policy marks nothing, or a parameter.
+      ValueError: A name of the remat policy marks nothing, or a parameter.
     """
-    _check_names(closed.jaxpr, policy)
-    jaxpr = closed.jaxpr
-    pairs = zip(jaxpr.invars, args, strict=True)
-    forms = {var: x.form for var, x in pairs if isinstance(x, Weight)}
-    runs = layer_detection.runs_of(jaxpr, forms)
-    how = How(evaluate, policy, bucket_bytes=bucket_bytes, outside=outside)
-    last = max([run[0][0] for run in runs] + layer_detection.scans_of(jaxpr, forms), default=-1)
-    outs = evaluate(closed, args, how, runs=runs, heads=heads, last=last)
-    return [opened(x) for x in outs]
-
-
-def apply(
-    fun: Callable[..., Any], policy: str, bucket_bytes: float = math.inf
-) -> Callable[..., Any]:
-    """Wraps a function of full parameters so that its backward pass follows a remat policy.
-
-    Args:
-      fun: A function whose first argument is a tree of arrays.
-      policy: See `policies.parse`.
-      bucket_bytes: See `How`.
-    """
-
-    def wrapped(params: Any, *args: Any) -> Any:
-        closed, shape = jax.make_jaxpr(fun, return_shape=True)(params, *args)
-        leaves = enumerate(jax.tree.leaves(params))
-        held = [Weight(whole(x), Form(at, x.ndim, None)) for at, x in leaves]
-        given = [*held, *jax.tree.leaves(args)]
-        outs = run(equations.written_out(closed), given, policies.parse(policy), bucket_bytes)
-        return jax.tree.unflatten(jax.tree.structure(shape), outs)
-
-    return wrapped
+    _check_names(closed.jaxpr, how.policy)
+    return [opened(x) for x in evaluate(closed, args, how, positions)]
 
 
 def evaluate(
     closed: jex.ClosedJaxpr,
     args: Sequence[Any],
     how: How,
+    positions: Positions = Positions(),  # noqa: B008
     *,
-    runs: Sequence[Sequence[Sequence[int]]] = (),
-    heads: Sequence[int | None] = (),
-    last: int = -1,
     kept: Mapping[int, Place] | None = None,
     tap: Tap | None = None,
 ) -> list[Any]:
@@ -114,14 +70,12 @@ def evaluate(
       closed: The jaxpr, with inlined calls.
       args: Its inputs, arrays or parameters.
       how: How equations are run.
-      runs: The equations of unrolled layers.
-      heads: See `run`.
-      last: The equation at which the last layers begin.
+      positions: Where its layers are.
       kept: By equation, the place where its results are saved; they go through `tap`.
       tap: Returns the value that replaces a saved result.
     """
-    kept, starts = kept or {}, {layers[0][0]: layers for layers in runs}
-    program = _Running(closed, args, how, heads, last)
+    kept, starts = kept or {}, {layers[0][0]: layers for layers in positions.unrolled}
+    program = _Running(closed, args, how, positions)
     at = 0
     while at < len(closed.jaxpr.eqns):
         if at in starts:
@@ -139,18 +93,9 @@ class _Running:
     """A program during its evaluation: known values, and equations that are run together later."""
 
     def __init__(
-        self,
-        closed: jex.ClosedJaxpr,
-        args: Sequence[Any],
-        how: How,
-        heads: Sequence[int | None],
-        last: int,
+        self, closed: jex.ClosedJaxpr, args: Sequence[Any], how: How, positions: Positions
     ):
-        self._jaxpr, self._how, self._last = closed.jaxpr, how, last
-        self._heads: dict[int, list[jex.Var]] = {}
-        for var, at in zip(closed.jaxpr.invars, heads, strict=False):
-            if at is not None:
-                self._heads.setdefault(at, []).append(var)
+        self._jaxpr, self._how, self._positions = closed.jaxpr, how, positions
         self._env = dict(zip(self._jaxpr.invars, args, strict=True))
         # JAX's own functions are given arrays, where a trace may hold NumPy's.
         self._env.update(zip(self._jaxpr.constvars, map(jnp.asarray, closed.consts), strict=True))
@@ -167,7 +112,7 @@ class _Running:
             self._flush()
             values = [equations.read(self._env, a) for a in eqn.invars]
             heads = self._heads_of(at)
-            how = dataclasses.replace(self._how, keep_last=at == self._last)
+            how = dataclasses.replace(self._how, keep_last=at == self._positions.last)
             made = run_equation(eqn, values, how, heads.sources)
             self._env.update(zip(eqn.outvars, made, strict=False))
             if len(made) > len(eqn.outvars):
@@ -187,7 +132,7 @@ class _Running:
             if other not in own:
                 self.one(other)
         self._flush()
-        how = dataclasses.replace(self._how, keep_last=layers[0][0] == self._last)
+        how = dataclasses.replace(self._how, keep_last=layers[0][0] == self._positions.last)
         unrolled = UnrolledLayers(self._env, self._stretch, self._fixed, how)
         if how.policy.kind == "block_sqrt":
             unrolled.run_in_groups(layers)
@@ -198,7 +143,8 @@ class _Running:
             self._gathered(heads, unrolled.run(layers, heads.sources))
 
     def _heads_of(self, at: int) -> Apart:
-        return Apart([self._env[v] for v in self._heads.get(at, ())])
+        inputs = self._jaxpr.invars
+        return Apart([self._env[inputs[i]] for i in self._positions.heads.get(at, ())])
 
     def told(self, at: int, place: Place, tap: Tap) -> None:
         """Replaces an equation's results by the values that `tap` returns."""

@@ -171,23 +171,6 @@ class Apart:
             for v in self.values
         ]
 
-    def opened(self, arrays: Sequence[Arrays]) -> list[Any]:
-        """The arrays of the weights, each leaf opened once, made of those of all sources."""
-        once = Opener()
-        own = self.of(self.plain, [s.of(x) for s, x in zip(self.sources, arrays, strict=True)])
-        return [once(v) for v in own if isinstance(v, Weight)]
-
-    def filled(self, weights: Arrays, plain: Arrays) -> list[Any]:
-        """The values, of arrays alone."""
-        those, others = iter(weights), iter(plain)
-        return [next(those if isinstance(v, Weight) else others) for v in self.values]
-
-    def moved_by(self, sources: Sequence[int]) -> list[int]:
-        """Which of the weights have a gradient where these sources do."""
-        own = {self.sources[i] for i in sources}
-        weights = [v for v in self.values if isinstance(v, Weight)]
-        return [i for i, w in enumerate(weights) if w.source in own and not w.form.stopped]
-
 
 def whole(array: Any) -> Source:
     """A source that is the leaf itself."""

@@ -6,6 +6,7 @@ Source: ZeRO (arXiv:1910.02054), sections 5 and 7.
 """
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zero_jax.sharding.partition import Partition
@@ -66,7 +67,6 @@ class Leaf:
       waits_in: the dtype in which its gradient waits for the update, where that is not the
         shard's: what its gradient is taken with respect to has it.
       by_rows: whether it is never gathered, but its rows are sent to those who read them.
-      head_of: The last equation of the layers during whose last one it is gathered, or None.
     """
 
     path: str
@@ -77,7 +77,6 @@ class Leaf:
     in_layer: bool
     waits_in: Any = None
     by_rows: bool = False
-    head_of: int | None = None
 
 
 def summed_by_jax(leaf: Leaf) -> Leaf:
@@ -107,3 +106,19 @@ class Layers:
     scanned: bool
     policy: str
     fallback: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Positions:
+    """Where the layers of a program are, by the positions of equations.
+
+    Attributes:
+      unrolled: For each run of unrolled layers, the equations of each layer.
+      last: The first equation of the last layers, -1 if there are none.
+      heads: For the last equation of layers, the parameters that are gathered during the last of
+        them, by their positions among the inputs.
+    """
+
+    unrolled: Sequence[Sequence[Sequence[int]]] = ()
+    last: int = -1
+    heads: Mapping[int, Sequence[int]] = dataclasses.field(default_factory=dict)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from zero_jax.collectives import gather_scatter, lookup
 from zero_jax.collectives.gather_scatter import Wire
-from zero_jax.engine.lifetimes import STEP, TOUCH, Layers, Leaf, Lifetime
+from zero_jax.engine.lifetimes import STEP, TOUCH, Layers, Leaf, Lifetime, Positions
 from zero_jax.engine.scans import fallback
 from zero_jax.engine.unrolled import NOT_PREFETCHED
 from zero_jax.remat import policies
@@ -67,14 +67,17 @@ class Reading:
         # For each layer: the number of such layers, whether they are scanned, the policy, and why
         # they are not prefetched.
         self._found: list[tuple[int, bool, str, str]] = []
-        # The current equation of the loss, and the last ones of prefetched layers with matmuls.
-        self._jaxpr, self._at, self._loops = jaxpr, 0, list[int]()
+        # The current equation of the loss, those at which layers begin, and at which prefetched
+        # layers with matmuls end.
+        self._jaxpr, self._at, self._starts, self._loops = jaxpr, 0, [-1], list[int]()
         forms = {
             var: Form(at, len(cut.shape), cut.dim)
             for at, (var, cut) in enumerate(zip(jaxpr.invars, cuts, strict=False))
         }
         places: dict[int, tuple[int, Any]] = {}
-        for run in layer_detection.runs_of(jaxpr, forms):
+        self._unrolled = layer_detection.runs_of(jaxpr, forms)
+        for run in self._unrolled:
+            self._starts.append(run[0][0])
             reason = NOT_PREFETCHED.get(policy.kind, "")
             if not reason:
                 self._loops.append(run[-1][-1])
@@ -101,23 +104,29 @@ class Reading:
     def leaves(
         self, names: Sequence[str], frozen: Sequence[bool], life: Lifetime, wire: Wire
     ) -> list[Leaf]:
-        """Returns the plan of every parameter at a stage.
+        """Returns the plan of every parameter at a stage."""
+        pairs = zip(names, frozen, strict=True)
+        return [self._leaf(at, *own, life, wire) for at, own in enumerate(pairs)]
+
+    def positions(self, leaves: Sequence[Leaf], life: Lifetime) -> Positions:
+        """Returns where the layers are, and which parameters are gathered during the last of them.
 
         Heads of the same layers are gathered together: at most a bucket of them, in order of use.
         """
-        pairs = zip(names, frozen, strict=True)
-        found = [self._leaf(at, *own, life, wire) for at, own in enumerate(pairs)]
+        heads: dict[int, list[int]] = {}
         left: dict[int, float] = {}
-        for use, at in sorted((self._use(at), at) for at in range(len(found))):
-            loop = self._loop_before(use)
-            if loop is not None and found[at].head_of is not None:
-                size = equations.bytes_of(self._jaxpr.invars[at])
-                left.setdefault(loop, self._bucket_bytes)
-                if size <= left[loop]:
-                    left[loop] -= size
-                else:
-                    found[at] = dataclasses.replace(found[at], head_of=None)
-        return found
+        for use, at in sorted((self._use(at), at) for at in range(len(leaves))):
+            # A tied head is read before its layers too.
+            layers = max((end for end in self._loops if end < use), default=None)
+            leaf, size = leaves[at], equations.bytes_of(self._jaxpr.invars[at])
+            able = leaf.cut.dim is not None and leaf.cut.layer_rank > 1 and life.copy == TOUCH
+            parted = any(r.form.parted for r in self._reads if r.form.leaf == at)
+            if layers is None or not able or parted or leaf.frozen or leaf.by_rows:
+                continue
+            if size <= left.setdefault(layers, self._bucket_bytes):
+                left[layers] -= size
+                heads.setdefault(layers, []).append(at)
+        return Positions(self._unrolled, max(self._starts), heads)
 
     def _leaf(self, at: int, path: str, frozen: bool, life: Lifetime, wire: Wire) -> Leaf:
         reads = [r for r in self._reads if r.form.leaf == at]
@@ -137,20 +146,12 @@ class Reading:
         leaf = Leaf(path, cut, frozen, opens, STEP if at_once else due, in_layer, waits)
         if life.copy != TOUCH or cut.dim is None or not reads:
             return leaf
-        parted = any(r.form.parted for r in reads)
-        by_rows = _by_rows(reads, cut, wire)
-        able = not (parted or frozen or by_rows) and cut.layer_rank > 1
-        head_of = self._loop_before(self._use(at)) if able else None
-        return dataclasses.replace(leaf, by_rows=by_rows, head_of=head_of)
+        return dataclasses.replace(leaf, by_rows=_by_rows(reads, cut, wire))
 
     def _use(self, leaf: int) -> int:
         """Returns the last equation outside of layers that reads a leaf, or -1."""
         reads = (r.at for r in self._reads if r.form.leaf == leaf and r.layer is None)
         return max(reads, default=-1)
-
-    def _loop_before(self, use: int) -> int | None:
-        """Returns the last layers before an equation. A tied head is read before its layers too."""
-        return max((at for at in self._loops if at < use), default=None)
 
     def _layer(self, count: int, scanned: bool, policy: Remat, fallback: str = "") -> int:
         self._found.append((count, scanned, str(policy), fallback))
@@ -215,6 +216,8 @@ class Reading:
         if sliced:
             policy, reason = _NONE if opening is not None else self._policy, ""
             nested = layer is not None
+            if loops == 0 and not nested:
+                self._starts.append(self._at)
             if layer is None:
                 reason = fallback(body, sliced, policy, self._bucket_bytes)
                 layer = self._layer(eqn.params["length"], True, policy, reason)

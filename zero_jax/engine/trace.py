@@ -37,6 +37,7 @@ class Traced:
         flat; results are sum, weight and the leaves of the aux.
       leaves: The plan of each parameter.
       layers: The layers found.
+      positions: Where they are.
       weighted: True if the loss is a `Weighted`.
       aux: Shapes of the aux.
       kinds: For each leaf of the aux how it is combined, see `losses`.
@@ -51,6 +52,7 @@ class Traced:
     closed: jex.ClosedJaxpr
     leaves: list[lifetimes.Leaf]
     layers: list[lifetimes.Layers]
+    positions: lifetimes.Positions
     weighted: bool
     aux: PyTree
     kinds: list[str]
@@ -132,8 +134,9 @@ def trace(
         if loops.found:
             looped = [names[at] for at in sorted(read.read_by("while")) if not frozen[at]]
             undifferentiable = ", ".join(looped) or "values derived from parameters"
-        known = found, leaves, read.layers, weighted, aux, kinds, undifferentiable, captured
-        return Traced(*known, from_outside, outside)
+        positions = read.positions(leaves, life)
+        known = found, leaves, read.layers, positions, weighted, aux, kinds, undifferentiable
+        return Traced(*known, captured, from_outside, outside)
 
     def from_outside(aux: bool) -> Traced:
         return read([True] * inputs, [at < 2 or aux for at in range(results)], True)

@@ -12,6 +12,7 @@ from zero_jax.collectives.barriers import Arrays
 from zero_jax.engine.layer_block import Block, stopped
 from zero_jax.engine.layers import ExplicitLayers, LayerNode, heads_of
 from zero_jax.engine.lazy_param import Apart, Source, Weight, whole
+from zero_jax.engine.lifetimes import Positions
 from zero_jax.engine.replay import BLOCK, How, replay
 from zero_jax.remat import recompute
 from zero_jax.remat.activations import can_move
@@ -88,8 +89,8 @@ class UnrolledLayers:
         def run(flat: Sequence[Any], *_: Any) -> list[Any]:
             # The backward pass of a group's last layer follows directly on its forward pass.
             inside = dataclasses.replace(self.how, policy=BLOCK)
-            last = inner[0][0]
-            return self.how.evaluate(body, apart.together(flat), inside, runs=[inner], last=last)
+            positions = Positions([inner], inner[0][0])
+            return self.how.evaluate(body, apart.together(flat), inside, positions)
 
         outs = recompute.layer(run, places, barrier=True)(*apart.flat)
         self.env.update(zip(body.jaxpr.outvars, outs, strict=True))

@@ -106,11 +106,6 @@ def last_reads(jaxpr: jex.Jaxpr) -> dict[jex.Var, int]:
     return last | {a: len(jaxpr.eqns) for a in jaxpr.outvars if is_var(a)}
 
 
-def without_derivative(jaxpr: jex.Jaxpr) -> set[jex.Var]:
-    """Returns the variables that are results of `stop_gradient`."""
-    return {v for e in jaxpr.eqns if e.primitive.name == "stop_gradient" for v in e.outvars}
-
-
 def takes_elements(eqn: jex.JaxprEqn) -> bool:
     """Returns True for a slice along dim 0 alone."""
     shape = shape_of(eqn.invars[0])
