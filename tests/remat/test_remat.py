@@ -20,9 +20,8 @@ from problems import ODD_GPT, Problem, compare, gpt_problem, train_plain, train_
 
 import zero_jax
 from zero_jax import Remat
-from zero_jax.collectives import barriers
 from zero_jax.plan.operations import device_part
-from zero_jax.remat import activations, policies
+from zero_jax.remat import activations, policies, recompute
 from zero_jax.tracing import layer_detection
 
 TX = optax.sgd(1e-1)
@@ -185,7 +184,7 @@ def test_full_gradients_of_unrolled_layers_do_not_stay_alive(stage, policy, monk
     assert held < LAYERS * layer
     monkeypatch.setattr(layer_detection, "runs_of", lambda jaxpr, forms: [])
     # Leaves outside of layers are summed at once, too.
-    monkeypatch.setattr(barriers, "tied", lambda arrays: arrays)
+    monkeypatch.setattr(recompute, "together", lambda tree: tree)
     unknown = unrolled.__wrapped__(policy, stage, rows=1)
     assert unknown.compiled.temp_bytes - copy > held + layer // 4, "or this shows little"
 

@@ -23,36 +23,6 @@ def is_float(like: jax.Array | jax.ShapeDtypeStruct) -> bool:
     return jnp.issubdtype(like.dtype, jnp.inexact)
 
 
-def tied(arrays: Arrays) -> list[jax.Array]:
-    """Returns the arrays; none of their gradients is available before all of them are.
-
-    So the gradients of a layer are sent before the previous layer runs backward, and not together
-    with those of all layers. Only floats are tied: JAX's `cond` fails on a predicate that goes
-    through a function with a custom gradient.
-    """
-    out = list(arrays)
-    floats = [i for i, x in enumerate(out) if is_float(x)]
-    for i, x in zip(floats, _tied([out[i] for i in floats]), strict=True):
-        out[i] = x
-    return out
-
-
-@jax.custom_vjp
-def _tied(arrays: list[jax.Array]) -> list[jax.Array]:
-    return arrays
-
-
-def _tied_forward(arrays: list[PyTree]) -> tuple[list[jax.Array], None]:
-    return [x.value for x in arrays], None
-
-
-def _tied_backward(_: None, cotangents: Arrays) -> tuple[list[jax.Array | None]]:
-    return (together([known(c) for c in cotangents]),)
-
-
-_tied.defvjp(_tied_forward, _tied_backward, symbolic_zeros=True)
-
-
 @jax.custom_vjp
 def waiting(x: jax.Array, others: Arrays) -> jax.Array:
     """Returns the value; its cotangent is available only when the others are."""

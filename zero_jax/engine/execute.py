@@ -136,8 +136,6 @@ class _Running:
         unrolled = UnrolledLayers(self._env, self._stretch, self._fixed, how)
         if how.policy.kind == "block_sqrt":
             unrolled.run_in_groups(layers)
-        elif how.policy.kind == "none":
-            unrolled.run_alone(layers)
         else:
             heads = self._heads_of(layers[-1][-1])
             self._gathered(heads, unrolled.run(layers, heads.sources))

@@ -11,7 +11,7 @@ A loop carries the gathered parameters of the next layer and the full gradients 
 `optimization_barrier` keeps iterations apart: without it XLA gathers all unrolled layers at once,
 and it starts a collective when its result is needed, not when its operand exists. Therefore the
 gradients of a layer's matrices are required when the matmuls of the iteration after it reach
-`recompute.Midway`. Vectors are reduced in fp32 and may arrive at the end of that iteration. Saved
+`replay.MIDWAY`. Vectors are reduced in fp32 and may arrive at the end of that iteration. Saved
 activations pass no barrier in a loop: XLA would copy them.
 
 Two iterations share a loop body. In a body with one, XLA copies whatever the loop carries. The

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from zero_jax.collectives import barriers
 from zero_jax.collectives.barriers import Arrays
 from zero_jax.tracing.forms import Form, put_off
 from zero_jax.tracing.jaxpr import function
@@ -158,10 +157,6 @@ class Apart:
         it = iter(flat[len(self.plain) :])
         own = [s.of([next(it) for _ in s.arrays]) for s in self.sources]
         return self.of(flat[: len(self.plain)], own)
-
-    def tied(self) -> "Apart":
-        """The same, whose gradients are there only when all of them are."""
-        return Apart(self.together(barriers.tied(self.flat)))
 
     def of(self, plain: Arrays, sources: Sequence["Source"]) -> list[Any]:
         """The values, of other arrays and sources."""

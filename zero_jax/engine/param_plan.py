@@ -75,14 +75,15 @@ class Reading:
             for at, (var, cut) in enumerate(zip(jaxpr.invars, cuts, strict=False))
         }
         places: dict[int, tuple[int, Any]] = {}
-        self._unrolled = layer_detection.runs_of(jaxpr, forms)
-        for run in self._unrolled:
+        runs = layer_detection.runs_of(jaxpr, forms)
+        # Where all is saved each operation gathers for itself.
+        self._unrolled = [] if policy.kind == "none" else runs
+        for run in runs:
             self._starts.append(run[0][0])
             reason = NOT_PREFETCHED.get(policy.kind, "")
             if not reason:
                 self._loops.append(run[-1][-1])
             for layer in run:
-                # Where all is saved each operation gathers for itself.
                 shared = None if policy.kind == "none" else object()
                 own = self._layer(len(run), False, policy, reason), shared
                 places.update((at, own) for at in layer)

@@ -13,12 +13,13 @@ from zero_jax.remat import policies, recompute
 from zero_jax.remat.activations import can_move
 from zero_jax.remat.linearized import Linear
 from zero_jax.remat.policies import Place, Remat
-from zero_jax.remat.recompute import Midway
 from zero_jax.tracing import dataflow as reads
 from zero_jax.tracing import jaxpr as equations
 
 NONE, BLOCK = policies.parse("none"), policies.parse("block")
 Tap = Callable[[Any, Any], Any]
+# The gradients of the layer after this one are required when so much of the products is left.
+MIDWAY = 2 / 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +142,7 @@ def place_of(eqn: jex.JaxprEqn, pure: set[jex.Var], policy: Remat) -> Place | No
     )
 
 
-def _midway(jaxpr: jex.Jaxpr, pure: set[jex.Var], kept: Mapping[int, Place]) -> dict[int, Midway]:
+def _midway(jaxpr: jex.Jaxpr, pure: set[jex.Var], kept: Mapping[int, Place]) -> dict[int, None]:
     """Returns the first equation that can be tapped after two thirds of the layer's products."""
 
     def able(eqn: jex.JaxprEqn) -> bool | None:
@@ -150,7 +151,7 @@ def _midway(jaxpr: jex.Jaxpr, pure: set[jex.Var], kept: Mapping[int, Place]) -> 
         return True if moves else None
 
     done = list(itertools.accumulate(equations.products(jaxpr)))
-    least = Midway.POINT.value * done[-1] if done else 0
+    least = MIDWAY * done[-1] if done else 0
     places = (at for at in equations.by_equation(jaxpr, able) if at not in kept)
     at = next((at for at in places if done[at] >= least > 0), None)
-    return {} if at is None else {at: Midway.POINT}
+    return {} if at is None else {at: None}

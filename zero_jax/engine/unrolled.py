@@ -57,19 +57,6 @@ class UnrolledLayers:
         self.env.update(zip(results, outs, strict=False))
         return outs[len(results) :]
 
-    def run_alone(self, layers: Sequence[Sequence[int]]) -> None:
-        """Runs layers that save all that their backward pass reads but the parameters, for `none`.
-
-        The barriers of `layers.py` would keep XLA from merging the passes: six layers of width 512
-        and 256 rows held 40.9 MB on an H100, 28.6 MB without (compiled, jax 0.12.0.1).
-        """
-        for layer in layers:
-            body = self.stretch(layer)
-            apart = Apart([self.env[v] for v in body.jaxpr.invars])
-            values = apart.values if apart.free else apart.tied().values
-            outs = self.how.evaluate(body, values, self.how)
-            self.env.update(zip(body.jaxpr.outvars, outs, strict=True))
-
     def run_in_groups(self, layers: Sequence[Sequence[int]]) -> None:
         """Runs groups of about √L layers, for `block_sqrt`; see `scans.LayerScan`."""
         size = round(math.sqrt(len(layers)))

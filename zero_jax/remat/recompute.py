@@ -14,7 +14,6 @@ does not stack them a second time.
 """
 
 import dataclasses
-import enum
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -31,15 +30,9 @@ from zero_jax.tracing import dataflow as reads
 Results = TypeVar("Results")
 
 
-class Midway(enum.Enum):
-    """A point in a layer, by the fraction of its products before it."""
-
-    POINT = 2 / 3
-
-
-# Called with an intermediate value and the place where it is saved, or the point in the layer that
-# it marks; returns the value that the layer continues with.
-Tap = Callable[[jax.Array, Place | Midway], jax.Array]
+# Called with an intermediate value and the place where it is saved, or None for a value that is not
+# saved but marks a point midway in the layer; returns the value that the layer continues with.
+Tap = Callable[[jax.Array, Place | None], jax.Array]
 # Runs a layer, given its inputs, a tap, and the positions of the inputs that have gradients.
 Run = Callable[[Arrays, Tap, Sequence[int]], list[jax.Array]]
 
@@ -64,8 +57,8 @@ class Layer:
         """Returns the results, and all that the backward pass may read as stored: inputs first."""
         saved: list[jax.Array] = []
 
-        def tap(x: jax.Array, at: Place | Midway) -> jax.Array:
-            if not isinstance(at, Midway):
+        def tap(x: jax.Array, at: Place | None) -> jax.Array:
+            if at is not None:
                 saved.append(activations.put(x, at))
             return x
 
@@ -87,7 +80,7 @@ class Layer:
           kept: The values that `keep_all` returns.
           cotangents: Cotangents of the float results; None for a symbolic zero, since 0 times an
             infinite derivative is NaN.
-          due: Arrays that must be available when the backward pass reaches `Midway`.
+          due: Arrays that must be available when the backward pass is midway, see `Tap`.
         """
         inputs = [
             activations.fetch(x, self.places.get(i, DEVICE), like)
@@ -100,8 +93,8 @@ class Layer:
             for i, x in zip(trained, moving, strict=True):
                 full[i] = x
 
-            def tap(x: jax.Array, at: Place | Midway) -> jax.Array:
-                if isinstance(at, Midway):
+            def tap(x: jax.Array, at: Place | None) -> jax.Array:
+                if at is None:
                     return waiting(x, due) if due else x
                 return instead(x, activations.fetch(next(saved), at, x))
 
