@@ -225,9 +225,7 @@ class Reading:
                 some = eqn.params["length"] and any(equations.products(body))
                 if loops == 0 and not reason and some:
                     self._loops.append(self._at)
-            # Where each iteration saves all that it needs, each operation gathers for itself.
-            each = policy.kind == "none" and (reason or nested)
-            self._walk(body, sliced, loops + 1, layer, None if each else object(), {})
+            self._walk(body, sliced, loops + 1, layer, object(), {})
 
     def _read(
         self,

@@ -13,7 +13,7 @@ from zero_jax.collectives.barriers import Arrays
 from zero_jax.engine.compiler import MOST_BUCKETS
 from zero_jax.engine.layer_block import Block, stopped
 from zero_jax.engine.layers import UNROLL, ExplicitLayers, LayerNode, heads_of
-from zero_jax.engine.lazy_param import Apart, Source, Weight, opened, whole
+from zero_jax.engine.lazy_param import Apart, Source, Weight, whole
 from zero_jax.engine.replay import BLOCK, How, replay
 from zero_jax.remat import recompute
 from zero_jax.remat.policies import Remat
@@ -172,19 +172,12 @@ class LayerScan:
     def run_by_jax(self, operands: Arrays) -> list[Any]:
         """Runs `jax.lax.scan`; the body gathers the parameters of one layer, and runs again in the
         backward pass as the remat policy says. Returns the results."""
-        how, params = self._how, self._eqn.params
-        if how.policy.kind == "none":
-            inside = dataclasses.replace(how, in_loop=True)
-
-            def step(*args: Any) -> list[Any]:
-                return list(map(opened, how.evaluate(self._body, self._values(args), inside)))
-        elif self._grouped:
+        if self._grouped:
             return self._in_groups(operands)
-        else:
-            layer = replay(self._body, self._values, {*self._weights}, how, in_loop=True)
-            # No barrier is needed: forward and backward of a scan are loops of their own.
-            step = self._recomputed(layer)
-        return self._scan(step, operands, params["length"], params["unroll"])
+        layer = replay(self._body, self._values, {*self._weights}, self._how, in_loop=True)
+        # No barrier is needed: forward and backward of a scan are loops of their own.
+        params = self._eqn.params
+        return self._scan(self._recomputed(layer), operands, params["length"], params["unroll"])
 
     @property
     def _grouped(self) -> bool:
