@@ -169,7 +169,7 @@ class Apart:
 
 def whole(array: Any) -> Source:
     """A source that is the leaf itself."""
-    return Source((array,), lambda x: x, free=True)
+    return Source((array,), lambda x: x, free=True, local=True)
 
 
 class Opener:

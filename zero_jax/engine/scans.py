@@ -95,26 +95,21 @@ class LayerScan:
           The results, then the gathered heads.
         """
         layers = self._layers(heads)
-        inputs, it = list(operands[: self.others]), iter(operands[self.others :])
-        shards = []
-        for source in self._slices.sources:
-            own = [next(it) for _ in source.arrays]
-            inputs.extend(own) if source.free else shards.append(own)
-        ends = [[next(it) for _ in source.arrays] for source in heads]
-        return layers.run(inputs, [shards, ends])
+        it = iter(operands[self.others :])
+        groups = self._slices.sources, heads
+        shards = [[[next(it) for _ in source.arrays] for source in group] for group in groups]
+        return layers.run(operands[: self.others], shards)
 
     def _layers(self, heads: Sequence[Source]) -> ExplicitLayers:
         consts, carried, jaxpr = self._consts, self._carried, self._body.jaxpr
-        # Parameters that every device holds are inputs like any other.
-        sources = [source for source in self._slices.sources if not source.free]
+        sources = self._slices.sources
         flags = zip(jaxpr.invars, read_inputs(jaxpr), strict=True)
         read = {self._weights[v].source for v, flag in flags if flag and v in self._weights}
 
         def values(args: Arrays) -> list[Any]:
             """Returns the operands of the body, given the arguments of a layer."""
-            params, free = iter(args[: len(sources)]), iter(args[len(sources) + self.others :])
-            own = [whole(next(free if x.free else params)) for x in self._slices.sources]
-            return self._merged(args[len(sources) :], self._slices.of([], own))
+            params = list(map(whole, args[: len(sources)]))
+            return self._merged(args[len(sources) :], self._slices.of([], params))
 
         block = Block(
             run=replay(self._body, values, {*self._weights}, self._how, in_loop=True, midway=True),
@@ -124,15 +119,14 @@ class LayerScan:
             # Others are whole on every device, or unused.
             remote={i for i, x in enumerate(sources) if x in read and not x.local},
         )
-        free = [x.arrays[0] for x in self._slices.sources if x.free]
-        inputs, carry = range(self.others + len(free)), range(consts, consts + carried)
+        inputs, carry = range(self.others), range(consts, consts + carried)
         makes = [*carry, *range(len(inputs), len(inputs) + len(jaxpr.outvars) - carried)]
         length, step = self._eqn.params["length"], -1 if self._eqn.params["reverse"] else 1
         looped = max(0, length - 2) // UNROLL * UNROLL
         link = LayerNode(
             block=block,
             reads=inputs,
-            types=[v.aval for i, v in enumerate(jaxpr.invars) if i not in self.sliced] + free,
+            types=[v.aval for i, v in enumerate(jaxpr.invars) if i not in self.sliced],
             makes=makes,
             floats=list(map(equations.is_float, jaxpr.outvars)),
             ordered=carry,
@@ -153,16 +147,12 @@ class LayerScan:
     def _moved(self, block: Block, inputs: set[int], shards: Sequence[Sequence[bool]]) -> set[int]:
         """Returns the inputs with a gradient in each layer, given those that have one at first."""
         trained = {block.sources[at] for at in block.trained(shards)[1]}
-        free = dict(enumerate((x for x in self._slices.sources if x.free), self.others))
-        moving = {n for n in inputs if n in free and free[n] not in block.stopped}
-        trained |= {free[n] for n in moving}
         weights = [w.source in trained and not w.form.stopped for w in self._slices.values]
         flags = self._merged([n in inputs for n in range(self.others)], weights)
         flags = HasGradient().body(self._eqn, flags)[0]
         own = [i for i in range(len(flags)) if i not in self.sliced]
         variables = self._body.jaxpr.invars
-        moved = {n for n, i in enumerate(own) if flags[i] and equations.is_float(variables[i])}
-        return moved | moving
+        return {n for n, i in enumerate(own) if flags[i] and equations.is_float(variables[i])}
 
     def _merged(self, others: Sequence[Any], slices: Sequence[Any]) -> list[Any]:
         """Returns a list in the order of the operands."""

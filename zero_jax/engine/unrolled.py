@@ -130,7 +130,7 @@ def _explicit(
             sources=apart.sources,
             places={count + k: how.policy.inputs for k, v in enumerate(inputs) if v in own},
             stopped=stopped(apart),
-            remote={k for k, x in enumerate(apart.sources) if not (x.free or x.local)},
+            remote={k for k, x in enumerate(apart.sources) if not x.local},
         )
         for v in (*inputs, *makes):
             numbers.setdefault(v, len(numbers))
