@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zero_jax.collectives.precision import cast
 from zero_jax.commands.case import Case
 from zero_jax.engine import execute
-from zero_jax.engine.lazy_param import Weight, whole
+from zero_jax.engine.lazy_param import LazyParam, full
 from zero_jax.engine.lifetimes import Positions
 from zero_jax.remat.policies import parse
 from zero_jax.sharding.mesh import DATA, abstract_of
@@ -74,7 +74,7 @@ def _saving(fun: Callable[..., Any], policy: str) -> Callable[..., Any]:
     def wrapped(params: PyTree, *args: Any) -> Any:
         closed, shape = jax.make_jaxpr(fun, return_shape=True)(params, *args)
         closed, leaves = written_out(closed), jax.tree.leaves(params)
-        held = [Weight(whole(x), Form(at, x.ndim, None)) for at, x in enumerate(leaves)]
+        held = [LazyParam(full(x), Form(at, x.ndim, None)) for at, x in enumerate(leaves)]
         forms = {v: x.form for v, x in zip(closed.jaxpr.invars, held, strict=False)}
         runs, scans = runs_of(closed.jaxpr, forms), scans_of(closed.jaxpr, forms)
         positions = Positions(runs, max([-1, *scans, *(run[0][0] for run in runs)]))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from zero_jax.collectives import gather_scatter, lookup, norms
 from zero_jax.engine import execute, losses, micro_batch
 from zero_jax.engine.config import Config
-from zero_jax.engine.lazy_param import Source, Weight, whole
+from zero_jax.engine.lazy_param import LazyParam, Param, full
 from zero_jax.engine.lifetimes import LIFETIMES, MICRO_BATCH, STEP, TOUCH, Leaf
 from zero_jax.engine.micro_batch import Micro
 from zero_jax.engine.trace import Traced
@@ -116,7 +116,7 @@ class DeviceStep:
         return out, self._reduced(grads, MICRO_BATCH)
 
     def _run(
-        self, weights: list[Weight], micro: PyTree, extras: tuple[PyTree, ...]
+        self, weights: list[LazyParam], micro: PyTree, extras: tuple[PyTree, ...]
     ) -> tuple[jax.Array, jax.Array, Leaves]:
         # Sizes of a trace are those of all devices of `model`.
         bucket = self.settings.bucket_bytes * model_size(self.settings.mesh)
@@ -162,7 +162,7 @@ class DeviceStep:
 
     def _weights(
         self, values: Leaves, copies: list[jax.Array | None], trained: Leaves | None = None
-    ) -> list[Weight]:
+    ) -> list[LazyParam]:
         """Returns the parameters that the traced loss is run with.
 
         In place of the value of a trained leaf is the array that is differentiated, or beside it
@@ -174,13 +174,13 @@ class DeviceStep:
             if trained is not None and not leaf.frozen:
                 value, slot = (next(it), None) if leaf.waits_in is None else (value, next(it))
             form = Form(at, len(leaf.cut.shape), leaf.cut.dim)
-            weights.append(Weight(self._source(leaf, value, copies[at], slot), form))
+            weights.append(LazyParam(self._param(leaf, value, copies[at], slot), form))
         return weights
 
-    def _source(self, leaf: Leaf, *arrays: jax.Array | None) -> Source:
-        """Returns the source of a leaf, given its value, copy and slot."""
+    def _param(self, leaf: Leaf, *arrays: jax.Array | None) -> Param:
+        """Returns a leaf, given its value, copy and slot."""
         if not leaf.opens:
-            return whole(arrays[0])
+            return full(arrays[0])
         wire, sums, (_, copy, slot) = self.settings.wire, leaf.summed == TOUCH, arrays
         exist = [x is not None for x in arrays]
 
@@ -188,10 +188,10 @@ class DeviceStep:
             it = iter(arrays)
             return (next(it) if exists else None for exists in exist)
 
-        def make(*arrays: jax.Array) -> jax.Array:
+        def gather(*arrays: jax.Array) -> jax.Array:
             return gather_scatter.touch(*spread(arrays), leaf.cut, wire, sums)
 
-        def back(gradient: jax.Array) -> tuple[jax.Array | None, ...]:
+        def reduce(gradient: jax.Array) -> tuple[jax.Array | None, ...]:
             made = gather_scatter.touch_gradients(gradient, slot, leaf.cut, wire, sums)
             return tuple(itertools.compress(made, exist))
 
@@ -202,13 +202,13 @@ class DeviceStep:
             take = lookup.Take(how["mode"], how["fill_value"])
             return lookup.rows(shard, slot, indices, take, leaf.cut, wire)
 
-        return Source(
+        return Param(
             tuple(x for x in arrays if x is not None),
-            make,
+            gather,
             free=False,
-            rows=rows if leaf.by_rows else None,
+            rows_of=rows if leaf.by_rows else None,
             local=copy is not None or leaf.cut.dim is None,
-            back=back,
+            reduce=reduce,
         )
 
     def _sums(self, total: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -24,7 +24,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from zero_jax.engine.lazy_param import Apart, Source, Weight, opened, whole
+from zero_jax.engine.lazy_param import LazyParam, Operands, Param, full, gathered
 from zero_jax.engine.lifetimes import Positions
 from zero_jax.engine.param_plan import is_own_remat
 from zero_jax.engine.replay import BLOCK, NONE, How, Tap, place_of, replay
@@ -52,7 +52,7 @@ def run(closed: jex.ClosedJaxpr, args: Sequence[Any], how: How, positions: Posit
       ValueError: A name of the remat policy marks nothing, or a parameter.
     """
     _check_names(closed.jaxpr, how.policy)
-    return [opened(x) for x in evaluate(closed, args, how, positions)]
+    return [gathered(x) for x in evaluate(closed, args, how, positions)]
 
 
 def evaluate(
@@ -106,24 +106,24 @@ class _Running:
     def one(self, at: int) -> None:
         """Runs an equation; one without parameters later, with its neighbours."""
         eqn = self._jaxpr.eqns[at]
-        if not any(isinstance(self._env.get(a), Weight) for a in equations.variables([eqn])):
+        if not any(isinstance(self._env.get(a), LazyParam) for a in equations.variables([eqn])):
             self._waiting.append(at)
         elif eqn.outvars or eqn.effects:  # jax 0.10 leaves emptied calls behind
             self._flush()
             values = [equations.read(self._env, a) for a in eqn.invars]
             heads = self._heads_of(at)
             how = dataclasses.replace(self._how, keep_last=at == self._positions.last)
-            made = run_equation(eqn, values, how, heads.sources)
+            made = run_equation(eqn, values, how, heads.params)
             self._env.update(zip(eqn.outvars, made, strict=False))
             if len(made) > len(eqn.outvars):
                 self._gathered(heads, made[len(eqn.outvars) :])
 
-    def _gathered(self, heads: Apart, arrays: Sequence[Any]) -> None:
+    def _gathered(self, heads: Operands, arrays: Sequence[Any]) -> None:
         """Replaces heads that were gathered during the last layer."""
-        new = dict(zip(heads.sources, map(whole, arrays), strict=True))
+        new = dict(zip(heads.params, map(full, arrays), strict=True))
         for var, x in self._env.items():
-            if isinstance(x, Weight) and x.source in new:
-                self._env[var] = dataclasses.replace(x, source=new[x.source])
+            if isinstance(x, LazyParam) and x.param in new:
+                self._env[var] = dataclasses.replace(x, param=new[x.param])
 
     def layers(self, layers: Sequence[Sequence[int]]) -> None:
         """Runs unrolled layers, and the equations between them that only rearrange parameters."""
@@ -138,18 +138,18 @@ class _Running:
             unrolled.run_in_groups(layers)
         else:
             heads = self._heads_of(layers[-1][-1])
-            self._gathered(heads, unrolled.run(layers, heads.sources))
+            self._gathered(heads, unrolled.run(layers, heads.params))
 
-    def _heads_of(self, at: int) -> Apart:
+    def _heads_of(self, at: int) -> Operands:
         inputs = self._jaxpr.invars
-        return Apart([self._env[inputs[i]] for i in self._positions.heads.get(at, ())])
+        return Operands([self._env[inputs[i]] for i in self._positions.heads.get(at, ())])
 
     def told(self, at: int, place: Place, tap: Tap) -> None:
         """Replaces an equation's results by the values that `tap` returns."""
         self._flush()
         made = self._jaxpr.eqns[at].outvars
         for var in made:
-            if not isinstance(self._env.get(var), (Weight, type(None))):
+            if not isinstance(self._env.get(var), (LazyParam, type(None))):
                 self._env[var] = tap(self._env[var], place)
 
     def results(self) -> list[Any]:
@@ -168,7 +168,7 @@ def run_equation(
     eqn: jex.JaxprEqn,
     values: list[Any],
     how: How,
-    heads: Sequence[Source] = (),
+    heads: Sequence[Param] = (),
 ) -> list[Any]:
     """Returns the results of an equation, then the heads if they were gathered during it.
 
@@ -178,16 +178,20 @@ def run_equation(
       how: How equations are run.
       heads: Parameters that are last used after it.
     """
-    name = eqn.primitive.name
-    if len(values) == 1 and (made := values[0].through(eqn)) is not None:
+    name, first = eqn.primitive.name, values[0]
+    if len(values) == 1 and (made := first.through(eqn)) is not None:
         place_of(eqn, set(eqn.outvars), how.policy)  # raises for a name
         return made
     if name == "scan":
         return _scan(eqn, values, how, heads)
-    if name == "gather" and isinstance(values[0], Weight) and values[0].source.rows is not None:
+    if (
+        name == "gather"
+        and isinstance(values[0], LazyParam)
+        and values[0].param.rows_of is not None
+    ):
         return [values[0].rows(eqn, values[1])]
-    if how.open is not None:
-        return equations.function(eqn)(*map(how.open, values))
+    if how.once is not None:
+        return equations.function(eqn)(*map(how.once, values))
     policy = NONE if name in _KEEPS else BLOCK
     if is_own_remat(eqn):  # a layer with its own policy
         policy = policies.of_jax(eqn.params["policy"])
@@ -204,31 +208,31 @@ def _recomputed(body: jex.ClosedJaxpr, values: Sequence[Any], policy: Remat, how
       policy: What they save; never parameters.
       how: How equations are run.
     """
-    apart = Apart(values)
-    if apart.free:
-        return equations.as_function(body)(*map(opened, values))
+    operands = Operands(values)
+    if operands.free:
+        return equations.as_function(body)(*map(gathered, values))
     pairs = zip(body.jaxpr.invars, values, strict=True)
-    weights = {var for var, x in pairs if isinstance(x, Weight)}
+    weights = {var for var, x in pairs if isinstance(x, LazyParam)}
     own = dataclasses.replace(how, policy=policy)
-    layer = replay(body, apart.together, weights, own, in_loop=how.in_loop)
-    return recompute.layer(layer, {}, barrier=not how.in_loop)(*apart.flat)
+    layer = replay(body, operands.rebuilt, weights, own, in_loop=how.in_loop)
+    return recompute.layer(layer, {}, barrier=not how.in_loop)(*operands.flat)
 
 
-def _scan(eqn: jex.JaxprEqn, values: list[Any], how: How, heads: Sequence[Source]) -> list[Any]:
+def _scan(eqn: jex.JaxprEqn, values: list[Any], how: How, heads: Sequence[Param]) -> list[Any]:
     """Runs a scan: slices of shards are gathered layer by layer, other parameters before it."""
-    if how.open is not None:
-        inside = dataclasses.replace(how, policy=NONE, in_loop=True, open=None)
+    if how.once is not None:
+        inside = dataclasses.replace(how, policy=NONE, in_loop=True, once=None)
         scan = LayerScan(eqn, values, inside)
-        return scan.run_by_jax(list(map(how.open, scan.operands)))
+        return scan.run_by_jax(list(map(how.once, scan.operands)))
     scan = LayerScan(eqn, values, how)
     heads = heads if scan.is_explicit else ()
 
     def run(*operands: Any) -> list[Any]:
         return scan.explicit(operands, heads) if scan.is_explicit else scan.run_by_jax(operands)
 
-    given = [*scan.operands, *(x for source in heads for x in source.arrays)]
-    if Apart(given).free:
-        return run(*map(opened, given))
+    given = [*scan.operands, *(x for head in heads for x in head.arrays)]
+    if Operands(given).free:
+        return run(*map(gathered, given))
     others = [atom.aval for at, atom in enumerate(eqn.invars) if at not in scan.sliced]
     closed = jax.make_jaxpr(run)(*others, *given[scan.others :])
     return _recomputed(equations.written_out(closed), given, NONE, how)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from zero_jax.collectives.barriers import Arrays, is_float, together
-from zero_jax.engine.lazy_param import Apart, Source, Weight
+from zero_jax.engine.lazy_param import LazyParam, Operands, Param
 from zero_jax.remat import recompute
 from zero_jax.remat.policies import Place
 
@@ -18,25 +18,25 @@ class Block:
 
     Attributes:
       run: The function.
-      sources: The parameters, each made of its shards.
+      params: The parameters.
       places: Where inputs are saved, by position among all arguments. Others stay where they are.
-      stopped: Sources without a gradient.
-      remote: Positions of sources that are gathered ahead; others are whole on every device.
+      stopped: Parameters without a gradient.
+      remote: Positions of parameters that are gathered ahead; others are full on every device.
     """
 
     run: recompute.Run
-    sources: Sequence[Source]
+    params: Sequence[Param]
     places: Mapping[int, Place]
-    stopped: Container[Source]
+    stopped: Container[Param]
     remote: set[int]
 
     def trained(
         self, moving: Sequence[Sequence[bool]]
     ) -> tuple[tuple[tuple[bool, ...], ...], tuple[int, ...]]:
-        """Returns which arrays of each source have a gradient, and which parameters."""
+        """Returns which arrays of each parameter have a gradient, and which parameters."""
         own = tuple(
-            tuple(m and source not in self.stopped for m in flags)
-            for source, flags in zip(self.sources, moving, strict=True)
+            tuple(m and param not in self.stopped for m in flags)
+            for param, flags in zip(self.params, moving, strict=True)
         )
         return own, tuple(i for i, flags in enumerate(own) if any(flags))
 
@@ -45,10 +45,10 @@ class Block:
         return recompute.Layer(self.run, types, self.places)
 
     def gather(self, shards: Sequence[Arrays | None]) -> list[Any]:
-        """Returns the full parameters of those sources that are given their shards."""
+        """Returns the full parameters of those that are given their shards."""
         return [
-            None if own is None else source.of(own).open()
-            for source, own in zip(self.sources, shards, strict=True)
+            None if own is None else param.of(own).gather()
+            for param, own in zip(self.params, shards, strict=True)
         ]
 
 
@@ -57,7 +57,7 @@ class Gradients:
     """Which arguments of a layer have gradients.
 
     Attributes:
-      arrays: For each source, which of its arrays.
+      arrays: For each parameter, which of its arrays.
       params: The parameters, by position.
       inputs: The inputs, by position.
       first_input: The number of parameters.
@@ -75,7 +75,7 @@ class Gradients:
 
     def reduce(self, block: Block, gradients: Arrays) -> list[list[Any]]:
         """Returns the gradients of the arrays that have one, for each of `params`."""
-        made = [block.sources[i].back(g) for i, g in zip(self.params, gradients, strict=True)]
+        made = [block.params[i].reduce(g) for i, g in zip(self.params, gradients, strict=True)]
         pairs = zip(self.params, made, strict=True)
         return [[x for x, m in zip(own, self.arrays[i], strict=True) if m] for i, own in pairs]
 
@@ -92,10 +92,10 @@ def has_gradient(x: Any) -> bool:
     return x.perturbed and is_float(x.value)
 
 
-def stopped(values: Apart) -> set[Source]:
-    """Returns the sources whose every use is behind a `stop_gradient`."""
-    moved = {v.source for v in values.values if isinstance(v, Weight) and not v.form.stopped}
-    return {*values.sources} - moved
+def stopped(values: Operands) -> set[Param]:
+    """Returns the parameters whose every use is behind a `stop_gradient`."""
+    moved = {v.param for v in values.values if isinstance(v, LazyParam) and not v.form.stopped}
+    return {*values.params} - moved
 
 
 def small(params: Arrays, which: Sequence[bool], most_bytes: float) -> list[Any] | None:

@@ -32,7 +32,7 @@ from jax.lax import dynamic_index_in_dim, dynamic_update_index_in_dim
 
 from zero_jax.collectives.barriers import Arrays, known, together
 from zero_jax.engine.layer_block import Block, Gradients, backward, has_gradient, small
-from zero_jax.engine.lazy_param import Source
+from zero_jax.engine.lazy_param import Param
 from zero_jax.engine.replay import How
 from zero_jax.remat.recompute import Held, Known
 
@@ -101,7 +101,7 @@ class ExplicitLayers:
 
         Args:
           arrays: The given ones.
-          shards: For each group and source; the last group are the heads.
+          shards: For each group and parameter; the last group are the heads.
         """
         wrapped = jax.custom_vjp(self._primal)
         wrapped.defvjp(self._forward, self._backward, symbolic_zeros=True)
@@ -139,7 +139,7 @@ class ExplicitLayers:
     def shards_of(
         self, shards: Sequence[Any], link: LayerNode, i: Any, which: Container[int]
     ) -> list[Any]:
-        """Returns a layer's shards for these sources, and None for others."""
+        """Returns a layer's shards for these parameters, and None for others."""
         return [
             [_slice(x, i) for x in own] if at in which else None
             for at, own in enumerate(shards[link.group])
@@ -180,7 +180,7 @@ class _Forward:
 
     Attributes:
       layers: The layers.
-      shards: For each group and source.
+      shards: For each group and parameter.
       moves: Values, and arrays of shards, that have a gradient; None to save nothing.
       gradients, again: For each layer which arguments have gradients, and which parameters the
         backward pass reads.
@@ -423,7 +423,7 @@ class _Backward:
     ) -> tuple[_State, Any]:
         """Runs layer i backward; meanwhile `reduced` arrives, then layer `before` is gathered."""
         layers, link, gradients = self.layers, self.layers.links[at], self.gradients[at]
-        kept, count = held.all(), len(link.block.sources)
+        kept, count = held.all(), len(link.block.params)
         params = layers.params(self.shards, link, i, state.params)
         # Parameters that are not read are zeros.
         kept[:count] = [kept[k] if x is None else x for k, x in enumerate(params)]
@@ -485,6 +485,6 @@ def _step(layers: ExplicitLayers) -> int:
     return second - first
 
 
-def heads_of(sources: Sequence[Source]) -> Block:
+def heads_of(params: Sequence[Param]) -> Block:
     """Returns parameters as a layer that is only gathered and reduced."""
-    return Block(lambda *_: [], sources, {}, set(), set(range(len(sources))))
+    return Block(lambda *_: [], params, {}, set(), set(range(len(params))))

@@ -1,7 +1,7 @@
 """Parameters inside the traced loss, gathered just before the first operation that computes.
 
-The loss is traced with full arrays. When the trace is executed, a `Weight` replaces each parameter.
-Operations that only rearrange it are deferred until it is gathered, by the rules of
+The loss is traced with full arrays. When the trace is executed, a `LazyParam` replaces each
+parameter. Operations that only rearrange it are deferred until it is gathered, by the rules of
 `tracing/forms.py`, which `param_plan.py` follows too: so plan and execution agree.
 """
 
@@ -17,107 +17,99 @@ from zero_jax.tracing.forms import Form, put_off
 from zero_jax.tracing.jaxpr import function
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """Where a weight comes from; equal only to itself, so that it can be opened once for several.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Param:
+    """A parameter on this device; equal only to itself, so that it is gathered once for several.
 
     Attributes:
-      arrays: what it is made of: a shard, or a copy with its shard beside it.
-      make: makes the leaf of them, in the compute dtype, differentiably.
-      free: whether that sends nothing and makes nothing (stages 0 and 1).
-      rows: of a table that is looked up: makes the rows that a gather takes, of the arrays, the
-        gather's indices and its parameters.
-      local: whether making it communicates nothing, since every device has a copy (stages 0 to 2).
-      back: makes gradients of the arrays of that of the leaf, None for an array without.
+      arrays: Its shard, or a copy with its shard beside it.
+      full: Gathers the full parameter from the arrays, in the compute dtype; differentiable.
+      free: True if that neither communicates nor computes (stages 0 and 1).
+      rows_of: For a table that is looked up: returns the rows that a gather takes, given the
+        arrays, the gather's indices and its parameters.
+      local: True if `full` does not communicate, since every device has a copy (stages 0 to 2).
+      reduce: Returns the gradients of the arrays, None for an array without one, given the
+        gradient of the full parameter.
     """
 
     arrays: tuple[Any, ...]
-    make: Callable[..., Any]
+    full: Callable[..., Any]
     free: bool
-    rows: Callable[..., Any] | None = None
+    rows_of: Callable[..., Any] | None = None
     local: bool = False
-    back: Callable[[Any], tuple[Any, ...]] = lambda gradient: (gradient,)
+    reduce: Callable[[Any], tuple[Any, ...]] = lambda gradient: (gradient,)
 
-    def of(self, arrays: Arrays) -> "Source":
-        """The same, made of other arrays."""
+    def of(self, arrays: Arrays) -> "Param":
+        """Returns the parameter with other arrays."""
         return dataclasses.replace(self, arrays=tuple(arrays))
 
-    def open(self) -> Any:
-        """The whole leaf."""
-        return self.make(*self.arrays)
+    def gather(self) -> Any:
+        """Returns the full parameter."""
+        return self.full(*self.arrays)
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
 
-    def __hash__(self) -> int:
-        return id(self)
+def full(array: Any) -> Param:
+    """Returns a full array as a parameter."""
+    return Param((array,), lambda x: x, free=True, local=True)
 
 
 @dataclasses.dataclass(frozen=True)
-class Weight:
-    """A leaf that is not there yet.
+class LazyParam:
+    """A parameter in a program before it is gathered.
 
     Attributes:
-      source: its arrays, and what opens them.
-      form: what became of it so far.
-      after: what waits until it is whole.
+      param: The parameter.
+      form: What has become of it.
+      after: The operations that are deferred until it is full.
     """
 
-    source: Source
+    param: Param
     form: Form
     after: tuple[Callable[[Any], Any], ...] = ()
 
-    @property
-    def arrays(self) -> tuple[Any, ...]:
-        return self.source.arrays
+    def of(self, arrays: Arrays) -> "LazyParam":
+        """Returns the same with other arrays."""
+        return dataclasses.replace(self, param=self.param.of(arrays))
 
-    def of(self, arrays: Arrays) -> "Weight":
-        """The same, made of other arrays."""
-        return dataclasses.replace(self, source=self.source.of(arrays))
-
-    def sliced(self) -> "Weight":
-        """As the body of a loop sees it, once its arrays are slices."""
+    def sliced(self) -> "LazyParam":
+        """Returns the parameter in the body of a loop, where its arrays are slices."""
         return dataclasses.replace(self, form=self.form.sliced())
 
-    def finish(self, whole: Any) -> Any:
-        """What waited for the whole leaf."""
+    def finish(self, full: Any) -> Any:
+        """Applies the deferred operations to the full parameter."""
         for fun in self.after:
-            whole = fun(whole)
-        return whole
-
-    def open(self) -> Any:
-        """The array."""
-        return self.finish(self.source.open())
+            full = fun(full)
+        return full
 
     def rows(self, eqn: jex.JaxprEqn, indices: Any) -> Any:
-        """The rows that a gather takes of a table that is looked up. What waited for the table
-        casts: it does the same to them."""
-        assert self.source.rows is not None
-        return self.finish(self.source.rows(self.arrays, indices, eqn.params))
+        """Returns the rows that a gather takes of a table that is looked up.
 
-    def through(self, eqn: jex.JaxprEqn) -> list["Weight"] | None:
-        """What an operation that only re-arranges it makes of it; None if it does more."""
+        The deferred operations are casts, and apply to rows as to the table.
+        """
+        assert self.param.rows_of is not None
+        return self.finish(self.param.rows_of(self.param.arrays, indices, eqn.params))
+
+    def through(self, eqn: jex.JaxprEqn) -> list["LazyParam"] | None:
+        """Returns the result of an operation that only rearranges it, None for any other."""
         made = put_off(eqn, self.form)
         if made is None:
             return None
-        how, form = made
+        (how, form), arrays = made, self.param.arrays
         if how == "unstack":
-            parts = [jax.numpy.unstack(x, axis=0) for x in self.arrays]
-            arrays: Any = zip(*parts, strict=True)
-            return [dataclasses.replace(self.of(own), form=form) for own in arrays]
+            parts: Any = zip(*(jax.numpy.unstack(x, axis=0) for x in arrays), strict=True)
+            return [dataclasses.replace(self.of(own), form=form) for own in parts]
         if how == "slice":
-            own = [_slice(eqn, x) for x in self.arrays]
-            return [dataclasses.replace(self.of(own), form=form)]
-        after = (*self.after, _waiting(eqn))
+            return [dataclasses.replace(self.of([_slice(eqn, x) for x in arrays]), form=form)]
+        after = (*self.after, _deferred(eqn))
         return [dataclasses.replace(self, form=form, after=after)]
 
 
-def _waiting(eqn: jex.JaxprEqn) -> Callable[[Any], Any]:
-    """An operation on a leaf, of whatever shape if it is a cast."""
+def _deferred(eqn: jex.JaxprEqn) -> Callable[[Any], Any]:
+    """Returns an operation as a function; a cast takes arrays of any shape."""
     if eqn.primitive.name == "convert_element_type":
-        return lambda whole: whole.astype(eqn.params["new_dtype"])
+        return lambda full: full.astype(eqn.params["new_dtype"])
     run = function(eqn)
-    return lambda whole: run(whole)[0]
+    return lambda full: run(full)[0]
 
 
 def _slice(eqn: jex.JaxprEqn, x: Any) -> Any:
@@ -128,64 +120,64 @@ def _slice(eqn: jex.JaxprEqn, x: Any) -> Any:
     return jax.lax.slice_in_dim(x, start, stop, strides[0] if strides else 1)
 
 
-class Apart:
-    """Values taken apart into plain arrays and the sources of weights, and put together again."""
+class Operands:
+    """Operands of operations, arrays and parameters, and what they are made of.
+
+    Attributes:
+      values: The operands.
+      plain: Those that are arrays.
+      params: The parameters, each once.
+    """
 
     def __init__(self, values: Sequence[Any]):
         self.values = values
-        self.plain = [v for v in values if not isinstance(v, Weight)]
-        # Several values may come from one source: it is opened once for all of them.
-        self.sources = list(dict.fromkeys(v.source for v in values if isinstance(v, Weight)))
+        self.plain = [v for v in values if not isinstance(v, LazyParam)]
+        self.params = list(dict.fromkeys(v.param for v in values if isinstance(v, LazyParam)))
 
     @property
     def free(self) -> bool:
-        """Whether to open all of them sends nothing and makes nothing."""
-        return all(source.free for source in self.sources)
+        """True if to gather all of them neither communicates nor computes."""
+        return all(param.free for param in self.params)
 
     @property
     def arrays(self) -> list[Any]:
-        """Those of all sources."""
-        return [x for source in self.sources for x in source.arrays]
+        """The arrays of all parameters."""
+        return [x for param in self.params for x in param.arrays]
 
     @property
     def flat(self) -> list[Any]:
         """All arrays: plain ones first."""
         return [*self.plain, *self.arrays]
 
-    def together(self, flat: Arrays) -> list[Any]:
-        """The values, made of other arrays."""
+    def rebuilt(self, flat: Arrays) -> list[Any]:
+        """Returns the operands with other arrays, in the order of `flat`."""
         it = iter(flat[len(self.plain) :])
-        own = [s.of([next(it) for _ in s.arrays]) for s in self.sources]
+        own = [param.of([next(it) for _ in param.arrays]) for param in self.params]
         return self.of(flat[: len(self.plain)], own)
 
-    def of(self, plain: Arrays, sources: Sequence["Source"]) -> list[Any]:
-        """The values, of other arrays and sources."""
-        it, known = iter(plain), dict(zip(self.sources, sources, strict=True))
+    def of(self, plain: Arrays, params: Sequence[Param]) -> list[Any]:
+        """Returns the operands with other arrays and parameters."""
+        it, known = iter(plain), dict(zip(self.params, params, strict=True))
         return [
-            dataclasses.replace(v, source=known[v.source]) if isinstance(v, Weight) else next(it)
+            dataclasses.replace(v, param=known[v.param]) if isinstance(v, LazyParam) else next(it)
             for v in self.values
         ]
 
 
-def whole(array: Any) -> Source:
-    """A source that is the leaf itself."""
-    return Source((array,), lambda x: x, free=True, local=True)
-
-
-class Opener:
-    """Opens each source once for all that read it: within a layer, run again as a whole."""
+class GatherOnce:
+    """Makes arrays of operands; gathers each parameter once for all of them."""
 
     def __init__(self) -> None:
-        self._known: dict[Source, Any] = {}
+        self._known: dict[Param, Any] = {}
 
     def __call__(self, value: Any) -> Any:
-        if not isinstance(value, Weight):
+        if not isinstance(value, LazyParam):
             return value
-        if value.source not in self._known:
-            self._known[value.source] = value.source.open()
-        return value.finish(self._known[value.source])
+        if value.param not in self._known:
+            self._known[value.param] = value.param.gather()
+        return value.finish(self._known[value.param])
 
 
-def opened(value: Any) -> Any:
-    """The array, of whatever."""
-    return value.open() if isinstance(value, Weight) else value
+def gathered(value: Any) -> Any:
+    """Returns an operand as an array."""
+    return GatherOnce()(value)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.extend.core as jex
 
-from zero_jax.engine.lazy_param import Apart, Opener, Weight
+from zero_jax.engine.lazy_param import GatherOnce, LazyParam, Operands
 from zero_jax.remat import policies, recompute
 from zero_jax.remat.activations import can_move
 from zero_jax.remat.linearized import Linear
@@ -32,7 +32,8 @@ class How:
       in_loop: True in the body of a loop. Outside of one, forward and backward pass are in one
         computation, where XLA would merge their two gathers and keep the copy in between.
       bucket_bytes: The maximum bytes per collective.
-      open: Gathers parameters once for a full layer; None where every operation gathers for itself.
+      once: Gathers each parameter once for a full layer; None where every operation gathers for
+        itself.
       outside: True if the gradients are differentiated again, see `outside.py`.
       keep_last: True if the last layer may stay gathered between the passes, see `layers.py`.
     """
@@ -41,7 +42,7 @@ class How:
     policy: Remat = NONE
     in_loop: bool = False
     bucket_bytes: float = math.inf
-    open: Opener | None = None
+    once: GatherOnce | None = None
     outside: bool = False
     keep_last: bool = False
 
@@ -65,9 +66,9 @@ def replay(
         kept |= _midway(body.jaxpr, pure, kept)
 
     def run(flat: Sequence[Any], tap: Tap, _: Sequence[int]) -> list[Any]:
-        # One opener for each run: its arrays belong to that run.
-        once = Opener()
-        inside = dataclasses.replace(how, policy=NONE, in_loop=in_loop, open=once)
+        # New in each run: its arrays belong to that run.
+        once = GatherOnce()
+        inside = dataclasses.replace(how, policy=NONE, in_loop=in_loop, once=once)
         return [once(x) for x in how.evaluate(body, values_of(flat), inside, kept=kept, tap=tap)]
 
     return run
@@ -90,7 +91,7 @@ def _asked(
     def run(flat: Sequence[Any], tap: Tap, trained: Sequence[int]) -> list[Any]:
         values, moved = values_of(flat), {id(flat[i]) for i in trained}
         moving = [i for i, v in enumerate(values) if _moves(v, moved)]
-        whole = list(map(Opener(), values))
+        whole = list(map(GatherOnce(), values))
         if not moving:
             return how.evaluate(body, whole, inside)
         layer = Linear.of(body, moving)
@@ -111,8 +112,8 @@ def _asked(
 
 def _moves(value: Any, moved: set[int]) -> bool:
     """Returns whether a value has a gradient, given the identities of arrays that do."""
-    stopped = isinstance(value, Weight) and value.form.stopped
-    return not stopped and any(id(x) in moved for x in Apart([value]).flat)
+    stopped = isinstance(value, LazyParam) and value.form.stopped
+    return not stopped and any(id(x) in moved for x in Operands([value]).flat)
 
 
 def _kept(jaxpr: jex.Jaxpr, pure: set[jex.Var], policy: Remat) -> dict[int, Place]:

@@ -13,7 +13,7 @@ from zero_jax.collectives.barriers import Arrays
 from zero_jax.engine.compiler import MOST_BUCKETS
 from zero_jax.engine.layer_block import Block, stopped
 from zero_jax.engine.layers import UNROLL, ExplicitLayers, LayerNode, heads_of
-from zero_jax.engine.lazy_param import Apart, Source, Weight, whole
+from zero_jax.engine.lazy_param import LazyParam, Operands, Param, full
 from zero_jax.engine.replay import BLOCK, How, replay
 from zero_jax.remat import recompute
 from zero_jax.remat.policies import Remat
@@ -67,10 +67,10 @@ class LayerScan:
         own = {
             i: x.sliced()
             for i, x in enumerate(values)
-            if i >= first and isinstance(x, Weight) and x.form.may_slice
+            if i >= first and isinstance(x, LazyParam) and x.form.may_slice
         }
-        self.sliced, self._slices = set(own), Apart(list(own.values()))
-        self._stacks = Apart([values[i] for i in own])
+        self.sliced, self._slices = set(own), Operands(list(own.values()))
+        self._stacks = Operands([values[i] for i in own])
         others = [x for i, x in enumerate(values) if i not in own]
         self.others, self.operands = len(others), [*others, *self._slices.arrays]
         self._weights = {self._body.jaxpr.invars[i]: weight for i, weight in own.items()}
@@ -79,12 +79,12 @@ class LayerScan:
     def is_explicit(self) -> bool:
         """True if the passes of `layers.py` run the scan."""
         how, forms = self._how, {v: weight.form for v, weight in self._weights.items()}
-        if how.in_loop or how.open is not None or not self._eqn.params["length"]:
+        if how.in_loop or how.once is not None or not self._eqn.params["length"]:
             return False
-        gathers = any(not source.free for source in self._slices.sources)
+        gathers = any(not param.free for param in self._slices.params)
         return gathers and not fallback(self._body.jaxpr, forms, how.policy, how.bucket_bytes)
 
-    def explicit(self, operands: Arrays, heads: Sequence[Source] = ()) -> list[Any]:
+    def explicit(self, operands: Arrays, heads: Sequence[Param] = ()) -> list[Any]:
         """Runs the scan with the passes of `layers.py`.
 
         Args:
@@ -96,28 +96,28 @@ class LayerScan:
         """
         layers = self._layers(heads)
         it = iter(operands[self.others :])
-        groups = self._slices.sources, heads
-        shards = [[[next(it) for _ in source.arrays] for source in group] for group in groups]
+        groups = self._slices.params, heads
+        shards = [[[next(it) for _ in param.arrays] for param in group] for group in groups]
         return layers.run(operands[: self.others], shards)
 
-    def _layers(self, heads: Sequence[Source]) -> ExplicitLayers:
+    def _layers(self, heads: Sequence[Param]) -> ExplicitLayers:
         consts, carried, jaxpr = self._consts, self._carried, self._body.jaxpr
-        sources = self._slices.sources
+        params = self._slices.params
         flags = zip(jaxpr.invars, read_inputs(jaxpr), strict=True)
-        read = {self._weights[v].source for v, flag in flags if flag and v in self._weights}
+        read = {self._weights[v].param for v, flag in flags if flag and v in self._weights}
 
         def values(args: Arrays) -> list[Any]:
             """Returns the operands of the body, given the arguments of a layer."""
-            params = list(map(whole, args[: len(sources)]))
-            return self._merged(args[len(sources) :], self._slices.of([], params))
+            own = list(map(full, args[: len(params)]))
+            return self._merged(args[len(params) :], self._slices.of([], own))
 
         block = Block(
             run=replay(self._body, values, {*self._weights}, self._how, in_loop=True, midway=True),
-            sources=sources,
-            places={len(sources) + consts + i: self._how.policy.inputs for i in range(carried)},
-            stopped=stopped(self._slices) | {*sources} - read,
+            params=params,
+            places={len(params) + consts + i: self._how.policy.inputs for i in range(carried)},
+            stopped=stopped(self._slices) | {*params} - read,
             # Others are whole on every device, or unused.
-            remote={i for i, x in enumerate(sources) if x in read and not x.local},
+            remote={i for i, x in enumerate(params) if x in read and not x.local},
         )
         inputs, carry = range(self.others), range(consts, consts + carried)
         makes = [*carry, *range(len(inputs), len(inputs) + len(jaxpr.outvars) - carried)]
@@ -146,8 +146,8 @@ class LayerScan:
 
     def _moved(self, block: Block, inputs: set[int], shards: Sequence[Sequence[bool]]) -> set[int]:
         """Returns the inputs with a gradient in each layer, given those that have one at first."""
-        trained = {block.sources[at] for at in block.trained(shards)[1]}
-        weights = [w.source in trained and not w.form.stopped for w in self._slices.values]
+        trained = {block.params[at] for at in block.trained(shards)[1]}
+        weights = [w.param in trained and not w.form.stopped for w in self._slices.values]
         flags = self._merged([n in inputs for n in range(self.others)], weights)
         flags = HasGradient().body(self._eqn, flags)[0]
         own = [i for i in range(len(flags)) if i not in self.sliced]
@@ -178,7 +178,7 @@ class LayerScan:
 
     def _values(self, args: Arrays) -> list[Any]:
         """Returns the operands of the body, given those of one iteration."""
-        return self._merged(args[: self.others], self._slices.together(args[self.others :]))
+        return self._merged(args[: self.others], self._slices.rebuilt(args[self.others :]))
 
     def _recomputed(self, run: recompute.Run) -> Any:
         own = range(self._consts, self._consts + self._carried)
@@ -203,7 +203,7 @@ class LayerScan:
         """Runs groups of about √L layers, for `block_sqrt`: a group is run again as a whole, and
         then each of its layers. So 2·√L inputs of layers are held, for one more forward pass.
 
-        Source: Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv:1604.06174).
+        Param: Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv:1604.06174).
         """
         length, first = self._eqn.params["length"], self._consts + self._carried
         size = round(math.sqrt(length))
@@ -232,7 +232,7 @@ class LayerScan:
         inside = dataclasses.replace(self._how, policy=BLOCK, keep_last=True)
 
         def group(args: Arrays, *_: Any) -> list[Any]:
-            stacks = self._stacks.together(args[self.others :])
+            stacks = self._stacks.rebuilt(args[self.others :])
             scan = LayerScan(eqn, self._merged(args[: self.others], stacks), inside)
             return scan.explicit(args) if scan.is_explicit else scan.run_by_jax(args)
 

@@ -11,7 +11,7 @@ import jax.extend.core as jex
 from zero_jax.collectives.barriers import Arrays
 from zero_jax.engine.layer_block import Block, stopped
 from zero_jax.engine.layers import ExplicitLayers, LayerNode, heads_of
-from zero_jax.engine.lazy_param import Apart, Source, Weight, whole
+from zero_jax.engine.lazy_param import LazyParam, Operands, Param, full
 from zero_jax.engine.lifetimes import Positions
 from zero_jax.engine.replay import BLOCK, How, replay
 from zero_jax.remat import recompute
@@ -38,7 +38,7 @@ class UnrolledLayers:
     fixed: Container[jex.Var]
     how: How
 
-    def run(self, layers: Sequence[Sequence[int]], heads: Sequence[Source] = ()) -> list[Any]:
+    def run(self, layers: Sequence[Sequence[int]], heads: Sequence[Param] = ()) -> list[Any]:
         """Runs layers, each given by its equations.
 
         Args:
@@ -66,8 +66,8 @@ class UnrolledLayers:
     def _group(self, layers: Sequence[Sequence[int]]) -> None:
         """Runs layers, which are run again as a whole, and then each by itself."""
         body = self.stretch([at for layer in layers for at in layer])
-        apart = Apart([self.env[v] for v in body.jaxpr.invars])
-        plain = [v for v in body.jaxpr.invars if not isinstance(self.env[v], Weight)]
+        operands = Operands([self.env[v] for v in body.jaxpr.invars])
+        plain = [v for v in body.jaxpr.invars if not isinstance(self.env[v], LazyParam)]
         own = self._inputs(body, layers[-1])
         places = {i: self.how.policy.inputs for i, v in enumerate(plain) if v in own}
         starts = [sum(map(len, layers[:i])) for i in range(len(layers))]
@@ -77,9 +77,9 @@ class UnrolledLayers:
             # The backward pass of a group's last layer follows directly on its forward pass.
             inside = dataclasses.replace(self.how, policy=BLOCK)
             positions = Positions([inner], inner[0][0])
-            return self.how.evaluate(body, apart.together(flat), inside, positions)
+            return self.how.evaluate(body, operands.rebuilt(flat), inside, positions)
 
-        outs = recompute.layer(run, places, barrier=True)(*apart.flat)
+        outs = recompute.layer(run, places, barrier=True)(*operands.flat)
         self.env.update(zip(body.jaxpr.outvars, outs, strict=True))
 
     def _inputs(self, body: jex.ClosedJaxpr, layer: Sequence[int]) -> set[jex.Var]:
@@ -96,7 +96,7 @@ def _explicit(
     env: Mapping[jex.Var, Any],
     results: Sequence[jex.Var],
     moves: Sequence[Container[jex.Var]],
-    heads: Sequence[Source],
+    heads: Sequence[Param],
     how: How,
 ) -> list[Any]:
     """Runs layers with the passes of `layers.py`.
@@ -115,22 +115,22 @@ def _explicit(
     numbers: dict[jex.Var, int] = {}
     links: list[LayerNode] = []
     shards: list[Any] = []
-    parts = [[v for v in body.jaxpr.invars if isinstance(env.get(v), Weight)] for body in bodies]
+    parts = [[v for v in body.jaxpr.invars if isinstance(env.get(v), LazyParam)] for body in bodies]
     reads = [
         [v for v in body.jaxpr.invars if v not in own]
         for body, own in zip(bodies, parts, strict=True)
     ]
     readers = collections.Counter(v for own in reads for v in own)
     for body, weights, inputs, own in zip(bodies, parts, reads, moves, strict=True):
-        apart = Apart([env[v] for v in weights])
-        count, makes = len(apart.sources), body.jaxpr.outvars
-        values = _values_of(body, weights, apart)
+        operands = Operands([env[v] for v in weights])
+        count, makes = len(operands.params), body.jaxpr.outvars
+        values = _values_of(body, weights, operands)
         block = Block(
             run=replay(body, values, {*weights}, how, in_loop=False, midway=True),
-            sources=apart.sources,
+            params=operands.params,
             places={count + k: how.policy.inputs for k, v in enumerate(inputs) if v in own},
-            stopped=stopped(apart),
-            remote={k for k, x in enumerate(apart.sources) if not x.local},
+            stopped=stopped(operands),
+            remote={k for k, x in enumerate(operands.params) if not x.local},
         )
         for v in (*inputs, *makes):
             numbers.setdefault(v, len(numbers))
@@ -146,23 +146,23 @@ def _explicit(
                 group=len(links),
             )
         )
-        shards.append([list(source.arrays) for source in apart.sources])
+        shards.append([list(param.arrays) for param in operands.params])
     made = {v for body in bodies for v in body.jaxpr.outvars}
     given = [v for v in dict.fromkeys(v for own in reads for v in own) if v not in made]
     names = [numbers[v] for v in given], [numbers[v] for v in results]
     layers = ExplicitLayers(links, heads_of(heads), *names, how)
-    shards.append([list(source.arrays) for source in heads])
+    shards.append([list(param.arrays) for param in heads])
     return layers.run([env[v] for v in given], shards)
 
 
 def _values_of(
-    body: jex.ClosedJaxpr, weights: Sequence[jex.Var], apart: Apart
+    body: jex.ClosedJaxpr, weights: Sequence[jex.Var], operands: Operands
 ) -> Callable[[Arrays], list[Any]]:
     """Returns a function from the arguments of a layer to the operands of its body."""
-    count = len(apart.sources)
+    count = len(operands.params)
 
     def values(args: Arrays) -> list[Any]:
-        params, rest = iter(apart.of([], list(map(whole, args[:count])))), iter(args[count:])
+        params, rest = iter(operands.of([], list(map(full, args[:count])))), iter(args[count:])
         return [next(params if v in weights else rest) for v in body.jaxpr.invars]
 
     return values
