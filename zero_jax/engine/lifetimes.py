@@ -1,7 +1,7 @@
-"""How long gathered copies and full gradients live: of each stage, and of each leaf of a trace.
+"""Lifetimes of gathered copies and of full gradients, for each stage and each parameter of a trace.
 
-The stage is asked here and nowhere else. What is known of a leaf is found once, by `param_plan.py`;
-gradients, the planner and the compiler's options read it.
+Only this file asks for the stage. `param_plan.py` finds the plan of every parameter; the gradients,
+the planner and the compiler options read it.
 Source: ZeRO (arXiv:1910.02054), sections 5 and 7.
 """
 
@@ -16,13 +16,13 @@ STEP, MICRO_BATCH, TOUCH = "step", "micro-batch", "touch"
 
 @dataclasses.dataclass(frozen=True)
 class Lifetime:
-    """What a stage is.
+    """The lifetimes of a stage.
 
     Attributes:
-      copy: how long a gathered copy lives: STEP or TOUCH; None where nothing is cut.
-      gradient: when the full local gradient of a leaf is summed over devices: after the STEP, or
-        as it appears, at its TOUCH. See `lifetime`.
-      others: the same of a leaf that is not read by layers alone.
+      copy: How long a gathered copy lives: STEP or TOUCH; None where parameters are not sharded.
+      gradient: When the full local gradient of a parameter is reduced: after the STEP or the
+        MICRO_BATCH, or as soon as it is computed, at its TOUCH.
+      others: The same for a parameter that is not read by layers alone.
     """
 
     copy: str | None
@@ -40,8 +40,8 @@ LIFETIMES = {
 
 
 def lifetime(stage: int, grad_accum_steps: int) -> Lifetime:
-    """What a stage is with so many micro-batches. Where there is one, no gradient waits for others:
-    it is summed as it appears, behind the backward pass of other layers.
+    """Returns the lifetimes of a stage. With one micro-batch no gradient waits for others: it is
+    reduced as soon as it is computed, during the backward pass of other layers.
 
     >>> lifetime(1, 4).gradient, lifetime(1, 1) == LIFETIMES[2]
     ('step', True)
@@ -54,19 +54,19 @@ def lifetime(stage: int, grad_accum_steps: int) -> Lifetime:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """What is known of one leaf of the parameters during a step.
+    """The plan of one parameter.
 
     Attributes:
-      path: its name.
-      cut: how it is cut; `stacked` if a loop takes it slice by slice.
-      frozen: whether it has no gradient.
-      opens: whether the loss is given its shard, and opens it where it is read; else it is given a
-        copy that lives as long as the step.
-      summed: when its gradient is summed over devices: STEP, MICRO_BATCH or TOUCH.
-      in_layer: whether layers alone read it.
-      waits_in: the dtype in which its gradient waits for the update, where that is not the
-        shard's: what its gradient is taken with respect to has it.
-      by_rows: whether it is never gathered, but its rows are sent to those who read them.
+      path: Its name.
+      cut: Its partition; `stacked` if a loop takes it slice by slice.
+      frozen: True if it has no gradient.
+      opens: True if the loss is given its shard, and gathers it where it is read; otherwise the
+        loss is given a copy that lives as long as the step.
+      summed: When its gradient is reduced: STEP, MICRO_BATCH or TOUCH.
+      in_layer: True if layers alone read it.
+      waits_in: The dtype in which its gradient waits for the update, None for that of the shard.
+        The gradient is taken with respect to zeros of that dtype.
+      by_rows: True if it is never gathered, but its rows are sent to the devices that read them.
     """
 
     path: str
@@ -80,10 +80,10 @@ class Leaf:
 
 
 def summed_by_jax(leaf: Leaf) -> Leaf:
-    """The same leaf where JAX differentiates from outside what reads it.
+    """Returns the plan of a parameter where JAX differentiates the loss from outside.
 
-    `shard_map` sums the gradient of a leaf that every device holds: it must not be summed where the
-    leaf is read too, but once at the end of the step.
+    `shard_map` reduces the gradient of a parameter that every device holds: it must not be reduced
+    where it is read too, but once at the end of the step.
     """
     twice = leaf.cut.dim is None and leaf.summed == TOUCH
     return dataclasses.replace(leaf, summed=STEP, waits_in=None) if twice else leaf
@@ -94,10 +94,10 @@ class Layers:
     """Layers that are alike.
 
     Attributes:
-      count: how many.
-      elements: elements that one of them gathers on a device.
-      scanned: whether a loop runs them.
-      policy: what they keep, as written; a `jax.checkpoint` of the model's own has its own.
+      count: Their number.
+      elements: Elements that one of them gathers on a device.
+      scanned: True if a loop runs them.
+      policy: Their remat policy; a `jax.checkpoint` of the model has its own.
       fallback: Why the explicit passes of `layers.py` do not run them, or "".
     """
 
