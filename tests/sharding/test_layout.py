@@ -1,14 +1,13 @@
 """How leaves of any shape are sharded over any N, and which rows a process feeds."""
 
+import itertools
 import math
-import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import zero_jax
 from zero_jax.sharding import layout, mesh
 from zero_jax.sharding.partition import Partition, Partitioner, state_partitions, with_dim
 
@@ -63,13 +62,19 @@ def test_state_that_mirrors_a_parameter_is_sharded_like_it():
     assert (got[3].shape, got[3].dim) == ((8, 16), -2)
 
 
-@pytest.mark.parametrize(
-    ("data", "model", "first", "count", "share"),
-    [(4, 2, 4, 4, (1, 2)), (4, 2, 6, 2, (3, 4)), (2, 4, 4, 2, (1, 2)), (8, 1, 0, 8, (0, 1))],
-)
-def test_the_rows_of_a_process(data, model, first, count, share):
-    """A process holds `count` of eight devices; those that differ in `model` share rows."""
-    made = zero_jax.make_mesh(data, model=model)
-    local = list(made.devices.flat)[first : first + count]
-    known = {"axis_names": made.axis_names, "shape": made.shape, "devices": made.devices}
-    assert mesh.batch_share(types.SimpleNamespace(**known, local_devices=local)) == share
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize("other", ["experts", "model"])
+@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+def test_a_process_loads_the_rows_of_its_devices(order, other, count, monkeypatch):
+    """Whatever the order of the axes. Devices that differ in `model` share rows."""
+    axes, types = [("replica", other, "data")[i] for i in order], (jax.sharding.AxisType.Auto,) * 3
+    made = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2, 2), axes, axis_types=types)
+    shards = 4 if other == "model" else 8
+    placed = mesh.batch_sharding(made).devices_indices_map((shards,))  # where JAX puts them
+    for first in range(0, 8, count):
+        local = jax.devices()[first : first + count]
+        monkeypatch.setattr(type(made), "local_devices", local)
+        index, parts = mesh.batch_share(made)
+        rows = sorted({placed[device][0].start for device in local})
+        assert (rows[0], len(rows)) == (index * shards // parts, shards // parts)
+        assert rows == list(range(rows[0], rows[-1] + 1))

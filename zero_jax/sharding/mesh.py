@@ -161,8 +161,11 @@ def experts_size(mesh: AnyMesh) -> int:
 
 
 def batch_axes(mesh: AnyMesh) -> tuple[str, ...]:
-    """Returns the mesh axes that the batch is split over."""
-    return tuple(axis for axis in (REPLICA, *names(data_axis(mesh))) if axis in mesh.shape)
+    """Returns the mesh axes that the batch is split over, in the order of the mesh.
+
+    So the devices of a process hold consecutive rows, whatever the order.
+    """
+    return tuple(a for a in mesh.axis_names if a in (REPLICA, *names(data_axis(mesh))))
 
 
 def on_gpu(mesh: AnyMesh) -> bool:
@@ -205,15 +208,9 @@ def batch_share(mesh: Mesh) -> tuple[int, int]:
     >>> batch_share(make_mesh())
     (0, 1)
     """
-    shards = batch_shards(mesh)
-    axes = [a for a in mesh.axis_names if a in batch_axes(mesh)]
-    own = {d.id for d in mesh.local_devices}
-    sizes = [mesh.shape[a] for a in axes]
-    held = {
-        int(np.ravel_multi_index([at[mesh.axis_names.index(a)] for a in axes], sizes))
-        for at, device in np.ndenumerate(mesh.devices)
-        if device.id in own
-    }
+    shards, own = batch_shards(mesh), set(mesh.local_devices)
+    rows = batch_sharding(mesh).devices_indices_map((shards,))
+    held = {index[0].indices(shards)[0] for device, index in rows.items() if device in own}
     first, count = min(held, default=0), max(len(held), 1)
     if held != set(range(first, first + count)) or first % count or shards % count:
         raise ValueError(
