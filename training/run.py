@@ -31,7 +31,7 @@ from zero_jax.distributed.watchdog import Watchdog
 from zero_jax.models import families
 from zero_jax.models.experts import Routed
 from zero_jax.plan.planning import bytes_on
-from zero_jax.sharding.replicas import check_replicas
+from zero_jax.sharding.checks import check_replicas
 
 PyTree = Any
 

@@ -25,8 +25,8 @@ from zero_jax.offload import host
 from zero_jax.plan import auto, planning
 from zero_jax.plan.plans import Plan
 from zero_jax.sharding import layout
+from zero_jax.sharding.layout import Partition
 from zero_jax.sharding.mesh import AnyMesh, check_global, on_gpu
-from zero_jax.sharding.partition import Partition
 from zero_jax.sharding.paths import Frozen, PyTree
 
 

@@ -25,7 +25,7 @@ from zero_jax.checkpoint.arrays import Damaged, StoredArray
 from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.checkpoint.manifest import Manifest
 from zero_jax.commands.checkpoint import main
-from zero_jax.sharding.replicas import ReplicasDiffer, check_replicas
+from zero_jax.sharding.checks import ReplicasDiffer, check_replicas
 
 TREE = {"w": jnp.arange(12.0).reshape(3, 4), "v": jnp.arange(5.0)}
 PIPES = ["state/arrays/0000/c/0", "state/manifest.json", "seal.json", "_CHECKPOINT_METADATA"]

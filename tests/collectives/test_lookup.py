@@ -13,7 +13,7 @@ from problems import Problem, train_plain, train_zero, ulps
 import zero_jax
 from zero_jax.collectives import lookup
 from zero_jax.collectives.gather_scatter import Wire
-from zero_jax.sharding.partition import Partition
+from zero_jax.sharding.layout import Partition
 
 ROWS, TOKENS = 24, 3
 TX = optax.sgd(0.1, momentum=0.9)

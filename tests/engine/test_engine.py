@@ -17,7 +17,7 @@ from zero_jax import releases, zero
 from zero_jax.engine import compiler, step
 from zero_jax.offload.host import Offload
 from zero_jax.plan import plans
-from zero_jax.sharding.partition import partition
+from zero_jax.sharding.layout import partition
 
 LAYERS, WIDTH, WORDS, ROWS, FOUR = 3, 12, 40, 24, {"data": 4}
 X, ONES = jax.random.normal(jax.random.key(1), (ROWS, WIDTH)), jnp.ones((WIDTH, WIDTH))

@@ -19,7 +19,7 @@ from zero_jax.engine.elementwise_check import require_elementwise
 from zero_jax.engine.partitioned import partition_specs, partitioned
 from zero_jax.hlo import auditor
 from zero_jax.sharding import paths
-from zero_jax.sharding.partition import Partitioner
+from zero_jax.sharding.layout import Partitioner
 
 ROWS = np.linspace(-0.3, 1.0, 24, dtype=np.float32)  # divisible by every N below
 ADAM, SGD, CLIP = optax.adamw(1e-2), optax.sgd(1.0), optax.clip_by_global_norm(1.0)

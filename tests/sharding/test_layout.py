@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from zero_jax.sharding import layout, mesh
-from zero_jax.sharding.partition import Partition, Partitioner, state_partitions, with_dim
+from zero_jax.sharding.layout import Partition, Partitioner, state_partitions, with_dim
 
 SHAPES = [(), (0,), (0, 4), (1,), (3,), (13,), (8,), (10, 7), (7, 13), (3, 3, 5, 7), (4096, 3)]
 # The first dim that N divides; the least padding (7 -> 8 wastes 1/7, 10 -> 12 wastes 1/5); a dim

@@ -22,9 +22,9 @@ import zero_jax
 from zero_jax.models import gpt
 from zero_jax.offload.host import Offload
 from zero_jax.remat import policies
-from zero_jax.sharding import layout, paths
-from zero_jax.sharding.model_axis import ModelAxis
-from zero_jax.sharding.partition import Partitioner
+from zero_jax.sharding import checks, paths
+from zero_jax.sharding.layout import Partitioner
+from zero_jax.sharding.named_dims import ModelAxis
 
 STEPS = 10
 ULPS = 1024
@@ -212,7 +212,7 @@ def of_gpt(model, **settings):
 
 def unsharded():
     whole = jax.device_put(jnp.ones((8, 8)), NamedSharding(zero_jax.make_mesh(), P()))
-    layout.check_bytes({"w": whole}, Partitioner(8)({"w": whole}))
+    checks.check_bytes({"w": whole}, Partitioner(8)({"w": whole}))
 
 
 FIVE = ModelAxis(4, (("w", P(None, None, "model")),))

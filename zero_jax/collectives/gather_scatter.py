@@ -19,10 +19,9 @@ from jax.typing import DTypeLike
 
 from zero_jax.collectives import buckets, quantised
 from zero_jax.collectives.precision import cast
-from zero_jax.sharding.layout import pad_dim, strip_dim
+from zero_jax.sharding.layout import Partition, pad_dim, strip_dim
 from zero_jax.sharding.mesh import Axis
 from zero_jax.sharding.model_axis import on_pieces
-from zero_jax.sharding.partition import Partition
 
 Optional = jax.Array | None
 _One = tuple[jax.Array]

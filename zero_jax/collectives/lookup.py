@@ -19,8 +19,7 @@ from jax.typing import ArrayLike
 
 from zero_jax.collectives import buckets
 from zero_jax.collectives.gather_scatter import Optional, Wire
-from zero_jax.sharding.layout import pad_dim
-from zero_jax.sharding.partition import Partition
+from zero_jax.sharding.layout import Partition, pad_dim
 
 # A table is looked up only if it has this many times more rows than a device reads.
 _FEW = 8

@@ -9,8 +9,7 @@ from jax.typing import DTypeLike
 from zero_jax.collectives import gather_scatter
 from zero_jax.collectives.gather_scatter import Wire
 from zero_jax.collectives.precision import DTYPES, parse_dtype
-from zero_jax.sharding.layout import map_leaves
-from zero_jax.sharding.partition import Partition, Partitioner
+from zero_jax.sharding.layout import Partition, Partitioner, map_leaves
 from zero_jax.sharding.paths import PyTree
 
 

@@ -17,6 +17,7 @@ from zero_jax.low_bit.state import FP32, check_kind
 from zero_jax.names import parse_bytes
 from zero_jax.offload import host
 from zero_jax.remat import policies
+from zero_jax.sharding.layout import Partitioner
 from zero_jax.sharding.mesh import (
     MODEL,
     REPLICA,
@@ -30,7 +31,7 @@ from zero_jax.sharding.mesh import (
     model_size,
     names,
 )
-from zero_jax.sharding.model_axis import (
+from zero_jax.sharding.named_dims import (
     MEGATRON,
     SEQUENCE,
     ModelAxis,
@@ -38,7 +39,6 @@ from zero_jax.sharding.model_axis import (
     check_rules,
     check_specs,
 )
-from zero_jax.sharding.partition import Partitioner
 from zero_jax.sharding.paths import Frozen
 
 AUTO = "auto"

@@ -21,8 +21,8 @@ from zero_jax.engine.micro_batch import Micro
 from zero_jax.engine.trace import Traced
 from zero_jax.remat import policies
 from zero_jax.sharding import paths
+from zero_jax.sharding.layout import Partition
 from zero_jax.sharding.mesh import EXPERTS, REPLICA, batch_axes, model_size, names
-from zero_jax.sharding.partition import Partition
 from zero_jax.sharding.paths import PyTree
 from zero_jax.tracing.forms import Form
 

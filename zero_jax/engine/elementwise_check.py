@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from zero_jax.sharding.partition import Partition
+from zero_jax.sharding.layout import Partition
 from zero_jax.sharding.paths import PyTree
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.dataflow import Dim, sharded_dims

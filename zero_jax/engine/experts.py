@@ -14,7 +14,7 @@ import jax.extend.core as jex
 
 from zero_jax.engine.expert_all_gather import TokenRegion, around
 from zero_jax.engine.expert_all_to_all import MOST_PARTS, ExpertProducts, Weights, per_expert
-from zero_jax.sharding.partition import Partition
+from zero_jax.sharding.layout import Partition
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.dataflow import Graph
 from zero_jax.tracing.forms import Form, follow

@@ -21,8 +21,8 @@ from zero_jax.engine.losses import LossFn as LossFn
 from zero_jax.engine.trace import Traced, trace
 from zero_jax.offload import host
 from zero_jax.sharding import layout, paths
+from zero_jax.sharding.layout import Partition
 from zero_jax.sharding.mesh import batch_axes, batch_shards
-from zero_jax.sharding.partition import Partition
 from zero_jax.sharding.paths import PyTree
 
 

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zero_jax.sharding.partition import Partition
+from zero_jax.sharding.layout import Partition
 
 STEP, MICRO_BATCH, TOUCH = "step", "micro-batch", "touch"
 

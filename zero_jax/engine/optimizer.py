@@ -26,7 +26,7 @@ from zero_jax.matrix_updates import update as matrix_updates
 from zero_jax.offload import host
 from zero_jax.offload.nvme import StateFiles, Stored
 from zero_jax.sharding import layout
-from zero_jax.sharding.partition import Partition, state_partitions
+from zero_jax.sharding.layout import Partition, state_partitions
 from zero_jax.sharding.paths import PyTree
 
 # Settings that determine the state of an optimizer and its update.

@@ -16,7 +16,7 @@ from zero_jax.engine.scans import fallback
 from zero_jax.engine.unrolled import NOT_PREFETCHED
 from zero_jax.remat import policies
 from zero_jax.remat.policies import Remat, of_jax
-from zero_jax.sharding.partition import Partition
+from zero_jax.sharding.layout import Partition
 from zero_jax.tracing import jaxpr as equations
 from zero_jax.tracing import layer_detection
 from zero_jax.tracing.forms import Form, uses

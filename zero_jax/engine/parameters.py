@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from zero_jax.collectives.precision import cast
 from zero_jax.engine.config import Config
 from zero_jax.offload.host import place
-from zero_jax.sharding import layout, paths
+from zero_jax.sharding import checks, layout, paths
 from zero_jax.sharding.mesh import check_there
 from zero_jax.sharding.paths import PyTree
 
@@ -27,7 +27,7 @@ def init(config: Config, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
         )
     initialize, abstract, placed = _initializer(config, fn, args)
     params = jax.jit(initialize, out_shardings=placed)(*args)
-    layout.check_bytes(params, config.resolved.splitter(jax.eval_shape(layout.unpad, abstract)))
+    checks.check_bytes(params, config.resolved.splitter(jax.eval_shape(layout.unpad, abstract)))
     return params
 
 
@@ -66,12 +66,12 @@ def _initializer(
         # Variables that name their dims would be placed by Flax as soon as they are made.
         with nnx.use_eager_sharding(False):
             made = user_fn(*args)
-        layout.check_arrays(made)
+        checks.check_arrays(made)
         return made
 
     full = jax.eval_shape(fn, *args)
     frozen = paths.frozen_leaves(full, config.frozen if jax.tree.leaves(full) else None)
-    layout.check_leaves(full, config.mesh.size, frozen)
+    checks.check_leaves(full, config.mesh.size, frozen)
     cuts = config.resolved.splitter(full)
 
     def initialize(*args: PyTree) -> PyTree:

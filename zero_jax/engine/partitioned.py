@@ -21,7 +21,7 @@ from zero_jax.collectives.gather_scatter import Wire, reduce_scatter
 from zero_jax.collectives.manual import shard
 from zero_jax.engine.elementwise_check import at_rest_and_shard, require_elementwise
 from zero_jax.sharding import layout, paths
-from zero_jax.sharding.partition import Partition, Partitioner
+from zero_jax.sharding.layout import Partition, Partitioner
 from zero_jax.sharding.paths import PyTree
 
 

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.sharding.partition import partition
+from zero_jax.sharding.layout import partition
 
 BLOCK = 128
 _SHORT = 16  # along shorter dims, blocks would be mostly scale

@@ -20,7 +20,7 @@ import optax
 
 from zero_jax.low_bit.storage import Coding, scales_split
 from zero_jax.sharding import paths
-from zero_jax.sharding.partition import Partition, Partitioner, mirrors, state_partitions
+from zero_jax.sharding.layout import Partition, Partitioner, mirrors, state_partitions
 from zero_jax.sharding.paths import PyTree
 from zero_jax.tracing.dataflow import needed
 from zero_jax.tracing.jaxpr import CALLS, written_out

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.low_bit import codes
+from zero_jax.sharding.layout import Partition
 from zero_jax.sharding.mesh import Axis
-from zero_jax.sharding.partition import Partition
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # starts and stops
 Starts = Sequence[int | jax.Array]  # where a piece begins in the leaf
@@ -132,7 +132,7 @@ def on_devices(coding: Coding, split: Partition) -> Coding:
 def blocks_span(cut: Partition) -> bool:
     """Returns True if blocks of a leaf with this partition span devices.
 
-    >>> from zero_jax.sharding.partition import partition
+    >>> from zero_jax.sharding.layout import partition
     >>> blocks_span(partition((64, 8192), 4)), blocks_span(partition((50257, 1600), 3))
     (False, True)
     """

@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh
 from zero_jax.matrix_updates.exchange import Axes, Env, Exchange
 from zero_jax.matrix_updates.regions import Region, ShardedProgram
 from zero_jax.matrix_updates.units import units
+from zero_jax.sharding.layout import Partition, partition
 from zero_jax.sharding.mesh import MODEL, REPLICA, AnyMesh, data_axis, model_size, names
-from zero_jax.sharding.partition import Partition, partition
 from zero_jax.sharding.paths import PyTree
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.dataflow import Dims, needed

@@ -38,8 +38,8 @@ from zero_jax.low_bit.state import FP32, LowBitState
 from zero_jax.low_bit.storage import Coding, blocks_of, boxes, on_devices, scales_split
 from zero_jax.names import nearest
 from zero_jax.sharding import layout, paths
+from zero_jax.sharding.layout import Partition, Partitioner, mirrors, state_partitions
 from zero_jax.sharding.mesh import AnyMesh
-from zero_jax.sharding.partition import Partition, Partitioner, mirrors, state_partitions
 from zero_jax.sharding.paths import Frozen, Padded, PyTree
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.dataflow import Graph, needed

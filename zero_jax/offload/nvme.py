@@ -32,7 +32,7 @@ from numpy.typing import DTypeLike
 
 from zero_jax.offload.host import Offload, Operands, PiecewiseUpdate, applied, as_stored
 from zero_jax.sharding import layout
-from zero_jax.sharding.partition import Partition, partition
+from zero_jax.sharding.layout import Partition, partition
 from zero_jax.sharding.paths import Padded, PyTree
 
 Shards = dict[str, jax.Array]  # those of this process, each once, by name in the store

@@ -24,7 +24,7 @@ from zero_jax.plan.model_states import elements_per_param
 from zero_jax.plan.plans import Plan
 from zero_jax.remat import policies
 from zero_jax.sharding.mesh import MODEL, model_size
-from zero_jax.sharding.model_axis import SEQUENCE
+from zero_jax.sharding.named_dims import SEQUENCE
 
 # Tiers of the optimizer state, fewest bytes in host memory first.
 STATES = tuple(map(parse, ("none", "optimizer", "optimizer,params")))

@@ -34,7 +34,7 @@ from zero_jax.engine.transformations import without_frozen
 from zero_jax.low_bit.state import initial, splits_of
 from zero_jax.remat import policies
 from zero_jax.sharding import layout, paths
-from zero_jax.sharding.partition import Partition, partition
+from zero_jax.sharding.layout import Partition, partition
 from zero_jax.sharding.paths import PyTree
 
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)

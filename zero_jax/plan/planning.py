@@ -33,8 +33,8 @@ from zero_jax.plan.peak_memory import temporaries
 from zero_jax.plan.plans import Plan, Predicted, Sent
 from zero_jax.plan.update import predict as predict_update
 from zero_jax.sharding import layout
+from zero_jax.sharding.layout import Partition
 from zero_jax.sharding.mesh import MODEL, AnyMesh, batch_sharding, on_gpu
-from zero_jax.sharding.partition import Partition
 from zero_jax.sharding.paths import PyTree, trained_part
 from zero_jax.tracing.dataflow import executed
 from zero_jax.tracing.jaxpr import bytes_of, shape_of

@@ -15,7 +15,7 @@ from zero_jax.engine.transformations import without_frozen
 from zero_jax.low_bit.state import FP32
 from zero_jax.matrix_updates.update import AssignedUpdate, assigned_update
 from zero_jax.plan.peak_memory import temporaries
-from zero_jax.sharding.partition import state_partitions
+from zero_jax.sharding.layout import state_partitions
 from zero_jax.sharding.paths import PyTree
 
 
