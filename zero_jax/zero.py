@@ -12,7 +12,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zero_jax.collectives.buckets import BUCKET_BYTES
+from zero_jax.collectives.gather_scatter import BUCKET_BYTES
 from zero_jax.collectives.precision import Precision
 from zero_jax.engine import grads, parameters
 from zero_jax.engine.compiler import CheckedJit, XlaOptions

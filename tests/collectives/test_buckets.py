@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zero_jax
-from zero_jax.collectives import buckets
+from zero_jax.collectives import gather_scatter
 from zero_jax.hlo import auditor
 
 N = 4
@@ -23,10 +23,10 @@ def test_pieces_make_the_full_array(shape, dim, bucket):
     split = P(*[None] * dim, "data")
 
     def all_of_them(shard, full, rows):
-        gathered = buckets.all_gather(shard, "data", dim, bucket)
-        scattered = buckets.psum_scatter(full, "data", dim, bucket)
-        exchanged = buckets.all_to_all(rows[0], "data", bucket)[None]
-        return gathered, scattered, buckets.psum(full, "data", bucket), exchanged
+        gathered = gather_scatter.all_gather(shard, "data", dim, bucket)
+        scattered = gather_scatter.psum_scatter(full, "data", dim, bucket)
+        exchanged = gather_scatter.all_to_all(rows[0], "data", bucket)[None]
+        return gathered, scattered, gather_scatter.psum(full, "data", dim, bucket), exchanged
 
     specs = {"in_specs": (split, P(), P("data")), "out_specs": (P(), split, P(), P("data"))}
     run = jax.jit(jax.shard_map(all_of_them, mesh=mesh, check_vma=False, **specs))

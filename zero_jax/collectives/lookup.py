@@ -17,12 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from zero_jax.collectives import buckets
-from zero_jax.collectives.gather_scatter import Optional, Wire
+from zero_jax.collectives.gather_scatter import Optional, Wire, all_to_all
 from zero_jax.sharding.layout import Partition, pad_dim
-
-# A table is looked up only if it has this many times more rows than a device reads.
-_FEW = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,25 +35,6 @@ class Take:
         return jax.lax.gather(
             table, indices, dims, size, mode=self.mode, fill_value=self.fill_value
         )
-
-
-def pays(cut: Partition, read: int, wire: Wire) -> bool:
-    """Returns whether a device reads so few rows of a leaf that it is looked up, not gathered.
-
-    Leaves are not looked up if matrices are sent as integers.
-
-    Args:
-      cut: Partition of the leaf.
-      read: Number of rows that one device reads at once; 0 if it is not read by rows.
-      wire: Communication otherwise.
-    """
-    if not read or cut.dim is None or cut.shards == 1 or cut.model_shards > 1:
-        return False
-    if wire.gather_bits or wire.scatter_bits:
-        return False
-    # All rows of some columns are held at once, in fp32 for the gradient.
-    columns = 4 * cut.shape[0] * -(-cut.shape[1] // cut.shards)
-    return _FEW * read < cut.shape[0] and columns <= (wire.bucket or buckets.BUCKET_BYTES)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -115,13 +92,13 @@ def _to_columns(x: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
     """Exchanges full rows (M, E) of each device for some columns of all N·M rows, with padding."""
     width = cut.shard_size if cut.dim == -1 else -(-cut.shape[1] // cut.shards)
     padded = pad_dim(x, 1, width * cut.shards).reshape(len(x), cut.shards, width)
-    parts = buckets.all_to_all(jnp.moveaxis(padded, 1, 0), cut.axis, wire.bucket)
+    parts = all_to_all(jnp.moveaxis(padded, 1, 0), cut.axis, wire.bucket)
     return parts.reshape(-1, width)
 
 
 def _to_rows(x: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
     """Inverts `_to_columns`, and removes the padding."""
     parts = x.reshape(cut.shards, len(x) // cut.shards, -1)
-    parts = buckets.all_to_all(parts, cut.axis, wire.bucket)
+    parts = all_to_all(parts, cut.axis, wire.bucket)
     rows = jnp.moveaxis(parts, 0, 1).reshape(parts.shape[1], -1)
     return rows[:, : cut.shape[1]]

@@ -1,4 +1,4 @@
-"""Dtypes of parameters, gradients and communication.
+"""Mixed precision: dtypes of parameters, gradients and communication; norms; skipped steps.
 
 Parameters are stored as fp32 master parameters. They are gathered and used in `compute`, and
 their gradients are summed over devices in `reduce`. Leaves with fewer than two dims (biases,
@@ -6,7 +6,7 @@ norms) are always summed in fp32: they add little communication and lose most ac
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import jax
@@ -20,6 +20,11 @@ DTYPES = {
     "bf16": jnp.dtype("bfloat16"),
     "fp16": jnp.dtype("float16"),
 }
+# Partial sums up to this value add up without overflow, for any number of devices.
+_LARGE = 1e30
+# Squares of numbers times this factor do not overflow fp32, however many are added, and those that
+# make a sum exceed `_LARGE` do not underflow.
+_DOWN = 2.0**-90
 
 
 def parse_dtype(given: DTypeLike, what: str, allowed: Iterable[str] = DTYPES) -> str:
@@ -69,16 +74,14 @@ class Precision:
         for name, allowed in (("compute_dtype", DTYPES), ("reduce_dtype", ("fp32", "bf16"))):
             dtype = parse_dtype(getattr(self, name), name, allowed)
             object.__setattr__(self, name, dtype)
-        if self.param_comm_dtype not in (None, "int8"):
-            raise ValueError(
-                f'`param_comm_dtype`={self.param_comm_dtype!r}: use "int8", or None for '
-                "`compute_dtype`"
-            )
-        if self.grad_comm_dtype not in (None, "int8", "int4"):
-            raise ValueError(
-                f'`grad_comm_dtype`={self.grad_comm_dtype!r}: use "int8" or "int4", or None for '
-                "`reduce_dtype`"
-            )
+        for name, bits in (("param_comm_dtype", ("int8",)), ("grad_comm_dtype", ("int8", "int4"))):
+            given = getattr(self, name)
+            if given not in (None, *bits):
+                other = "compute" if name == "param_comm_dtype" else "reduce"
+                raise ValueError(
+                    f"`{name}`={given!r}: use {' or '.join(map(repr, bits))}, or None for "
+                    f"`{other}_dtype`"
+                )
         if self.initial_scale < 1 or self.growth_interval < 1:
             raise ValueError(
                 f"`initial_scale`={self.initial_scale} and "
@@ -109,3 +112,49 @@ def as_precision(given: Precision | str) -> Precision:
 def cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Casts a floating-point leaf; returns others unchanged."""
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def sum_of_squares(x: jax.Array, factor: jax.Array | float = 1.0) -> jax.Array:
+    """Returns the fp32 sum of the squares of the numbers times a factor."""
+    return jnp.sum(jnp.square(x.astype(jnp.float32) * factor))
+
+
+def two_sums(squares: Callable[[jax.Array | float], jax.Array]) -> jax.Array:
+    """Returns the sum of this device's squares, or if it is too large, that of scaled numbers.
+
+    Their sums over devices are the argument of `norm_of`. The scaled sum depends on the other: in
+    one pass, XLA for GPUs would overlap less of the communication of the last gradients, and hold
+    more.
+
+    Args:
+      squares: Returns the sum of the squares of all numbers times a factor.
+    """
+    plain = squares(1.0)
+    fits = plain <= _LARGE
+    down = squares(jnp.where(fits, 0.0, _DOWN))
+    return jnp.stack([jnp.where(fits, plain, 0.0), down])
+
+
+def norm_of(sums: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the l2 norm, and whether every number is finite, even if squares overflow.
+
+    >>> norm, finite = norm_of(two_sums(lambda factor: sum_of_squares(jnp.full(4, 1e30), factor)))
+    >>> round(float(norm) / 1e30, 3), bool(finite)
+    (2.0, True)
+    """
+    roots = jnp.sqrt(sums)
+    return jnp.hypot(roots[0], roots[1] / _DOWN), jnp.all(jnp.isfinite(sums))
+
+
+def unless_skipped(
+    finite: jax.Array | bool, new: jax.Array, old: jax.Array | None = None
+) -> jax.Array:
+    """Returns the new value, or the old one if the step is skipped.
+
+    Args:
+      finite: True if every gradient is finite.
+      new: The new value.
+      old: The old value. None for an update, which becomes -0.0: adding it changes no bit of any
+        number, -0.0 included.
+    """
+    return jnp.where(finite, new, jnp.full_like(new, -0.0) if old is None else old)

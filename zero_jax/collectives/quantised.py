@@ -19,12 +19,17 @@ Source: Wang et al., ZeRO++, arXiv:2306.10209, sections 3.1 (weights, qwZ) and 3
 here in one hop).
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from zero_jax.collectives import buckets
+from zero_jax.collectives.precision import cast
 from zero_jax.sharding.mesh import Axis
+
+Collective = Callable[[jax.Array, Axis, int, int | None], jax.Array]  # of an axis, dim and bucket
+_One = tuple[jax.Array]
 
 # Bits by the name of the setting.
 BITS = {None: None, "int8": 8, "int4": 4}
@@ -34,44 +39,59 @@ LARGEST, SMALLEST = 256, 32
 TOO_SHORT = 4
 
 
-def all_gather(
-    shard: jax.Array, axis: Axis, dim: int, bucket_bytes: int | None, dtype: DTypeLike
-) -> jax.Array:
-    """Like `jax.lax.all_gather(..., tiled=True)` along `dim`, rounded to int8.
+def all_gather(exact: Collective, dtype: DTypeLike) -> Collective:
+    """Returns an all-gather of matrices that are rounded to int8.
 
     Args:
-      shard: This device's shard, of at least two dims.
-      axis: Mesh axis to gather over.
-      dim: Sharded dim.
-      bucket_bytes: Maximum bytes per collective.
+      exact: An all-gather of arrays.
       dtype: Dtype of the result.
     """
-    steps, scales = quantise(shard)
-    steps = buckets.all_gather(steps, axis, dim, bucket_bytes)
-    scales = buckets.all_gather(scales, axis, dim, bucket_bytes)
-    return dequantise(steps, scales, dtype)
+
+    def rounded(shard: jax.Array, axis: Axis, dim: int, bucket_bytes: int | None) -> jax.Array:
+        steps, scales = (exact(x, axis, dim, bucket_bytes) for x in quantise(shard))
+        return dequantise(steps, scales, dtype)
+
+    return _as_if_exact(rounded, lambda x, *where: exact(cast(x, dtype), *where))
 
 
 def psum_scatter(
-    full: jax.Array, axis: Axis, dim: int, bucket_bytes: int | None, bits: int
-) -> jax.Array:
-    """Like `jax.lax.psum_scatter(..., tiled=True)` along `dim` of rounded numbers, in fp32.
+    exact: Collective,
+    by_owner: Callable[[jax.Array, Axis, int], jax.Array],
+    all_to_all: Callable[[jax.Array, Axis, int | None], jax.Array],
+    bits: int,
+) -> Collective:
+    """Returns a reduce-scatter of matrices that are rounded, summed in fp32.
 
     Args:
-      full: This device's full gradient, of at least two dims.
-      axis: Mesh axis to sum over.
-      dim: Dim to shard; the number of devices divides it.
-      bucket_bytes: Maximum bytes per collective.
+      exact: A reduce-scatter of arrays.
+      by_owner: Stacks shards by their device.
+      all_to_all: Sends row i to device i.
       bits: 8 or 4.
     """
-    rows = buckets.by_owner(full, axis, dim)
-    steps, scales = quantise(rows, bits)
-    if bits == 4:
-        steps = pack(steps)
-    steps, scales = (buckets.all_to_all(x, axis, bucket_bytes) for x in (steps, scales))
-    if bits == 4:
-        steps = unpack(steps, rows.shape[-1])
-    return dequantise(steps, scales, jnp.float32).sum(0)
+
+    def rounded(full: jax.Array, axis: Axis, dim: int, bucket_bytes: int | None) -> jax.Array:
+        rows = by_owner(full, axis, dim)
+        steps, scales = quantise(rows, bits)
+        sent = pack(steps) if bits == 4 else steps
+        sent, scales = (all_to_all(x, axis, bucket_bytes) for x in (sent, scales))
+        steps = unpack(sent, rows.shape[-1]) if bits == 4 else sent
+        return dequantise(steps, scales, jnp.float32).sum(0)
+
+    return _as_if_exact(rounded, exact)
+
+
+def _as_if_exact(rounded: Collective, exact: Collective) -> Collective:
+    """Returns a collective that rounds, with the derivative of one that does not round."""
+    wrapped = jax.custom_jvp(rounded, nondiff_argnums=(1, 2, 3))
+
+    @wrapped.defjvp
+    def tangent(
+        axis: Axis, dim: int, bucket_bytes: int | None, primals: _One, tangents: _One
+    ) -> tuple[jax.Array, jax.Array]:
+        out = wrapped(*primals, axis, dim, bucket_bytes)
+        return out, exact(*tangents, axis, dim, bucket_bytes).astype(out.dtype)
+
+    return wrapped
 
 
 def quantise(x: jax.Array, bits: int = 8) -> tuple[jax.Array, jax.Array]:

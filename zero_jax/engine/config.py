@@ -7,8 +7,7 @@ from typing import Any, Literal, Self
 from flax.core import spmd
 from jax.sharding import PartitionSpec
 
-from zero_jax.collectives.buckets import BUCKET_BYTES, check_bucket
-from zero_jax.collectives.gather_scatter import Wire
+from zero_jax.collectives.gather_scatter import BUCKET_BYTES, Wire, check_bucket
 from zero_jax.collectives.precision import Precision, as_precision
 from zero_jax.collectives.quantised import BITS
 from zero_jax.engine import compiler

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.collectives import gather_scatter, lookup, norms
+from zero_jax.collectives import gather_scatter, lookup
+from zero_jax.collectives.precision import norm_of, sum_of_squares, two_sums
 from zero_jax.engine import execute, losses, micro_batch
 from zero_jax.engine.config import Config
 from zero_jax.engine.lazy_param import LazyParam, Param, full
@@ -189,7 +190,8 @@ class DeviceStep:
             return (next(it) if exists else None for exists in exist)
 
         def gather(*arrays: jax.Array) -> jax.Array:
-            return gather_scatter.touch(*spread(arrays), leaf.cut, wire, sums)
+            shard, copy, slot = spread(arrays)
+            return gather_scatter.touch(shard, copy, slot, leaf.cut, wire, sums)
 
         def reduce(gradient: jax.Array) -> tuple[jax.Array | None, ...]:
             made = gather_scatter.touch_gradients(gradient, slot, leaf.cut, wire, sums)
@@ -270,11 +272,11 @@ class DeviceStep:
         def squares(factor: jax.Array | float) -> jax.Array:
             total = jnp.float32(0)
             for grad, leaf in zip(grads, self._trained, strict=True):
-                own = norms.sum_of_squares(grad, factor)
+                own = sum_of_squares(grad, factor)
                 total += jnp.where(counts(leaf.cut), own, 0.0)
             return total
 
-        norm, finite = norms.norm_of(jax.lax.psum(norms.two_sums(squares), axes))
+        norm, finite = norm_of(jax.lax.psum(two_sums(squares), axes))
         return norm, finite if self.settings.skip_nonfinite else jnp.asarray(True)
 
     @property

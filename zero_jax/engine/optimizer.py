@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from zero_jax.collectives.norms import norm_of, sum_of_squares, two_sums, unless_skipped
+from zero_jax.collectives.precision import norm_of, sum_of_squares, two_sums, unless_skipped
 from zero_jax.engine.config import Config
 from zero_jax.engine.loss_scale import Guard, init_guard, next_guard
 from zero_jax.engine.transformations import check_updates, without_frozen

@@ -9,7 +9,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from zero_jax.collectives import gather_scatter, lookup
+from zero_jax.collectives import gather_scatter
 from zero_jax.collectives.gather_scatter import Wire
 from zero_jax.engine.lifetimes import STEP, TOUCH, Layers, Leaf, Lifetime, Positions
 from zero_jax.engine.scans import fallback
@@ -251,7 +251,7 @@ def _by_rows(reads: Sequence[_Read], cut: Partition, wire: Wire) -> bool:
     """Returns whether a parameter is looked up by rows: it is read once, outside of layers."""
     read = reads[0]
     plain = len(reads) == 1 and read.layer is None and not (read.form.arranged or read.form.parted)
-    return plain and lookup.pays(cut, read.rows, wire)
+    return plain and gather_scatter.looked_up(cut, read.rows, wire)
 
 
 def is_own_remat(eqn: jex.JaxprEqn) -> bool:

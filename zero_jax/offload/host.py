@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from zero_jax.collectives.norms import unless_skipped
+from zero_jax.collectives.precision import unless_skipped
 from zero_jax.low_bit.state import FP32, LowBitState
 from zero_jax.low_bit.storage import Coding, blocks_of, boxes, on_devices, scales_split
 from zero_jax.names import nearest
