@@ -11,7 +11,6 @@ its own. Runs inside `shard_map`.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +36,6 @@ class Take:
         )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def rows(
     shard: jax.Array, slot: Optional, indices: jax.Array, take: Take, cut: Partition, wire: Wire
 ) -> jax.Array:
@@ -54,38 +52,35 @@ def rows(
     Returns:
       Rows (..., E) in the compute dtype.
     """
-    return _forward(shard, slot, indices, take, cut, wire)[0]
 
+    @jax.custom_vjp
+    def looked_up(shard: jax.Array, slot: Optional, indices: jax.Array) -> jax.Array:
+        return forward(shard, slot, indices)[0]
 
-@jax.named_scope("zero_lookup")
-def _forward(
-    shard: jax.Array, slot: Optional, indices: jax.Array, take: Take, cut: Partition, wire: Wire
-) -> tuple[jax.Array, tuple[jax.Array, Optional]]:
-    flat, own = indices.reshape(-1, 1), wire.cast(shard)
-    asked = jax.lax.all_gather(flat, cut.axis, tiled=True)
-    columns = own if cut.dim == -1 else _to_columns(own, cut, wire)[: cut.shape[0]]
-    read = _to_rows(take(columns, asked), cut, wire)
-    kept = asked, None if slot is None else jnp.zeros((), slot.dtype)
-    return read.reshape(*indices.shape[:-1], cut.shape[1]), kept
+    @jax.named_scope("zero_lookup")
+    def forward(
+        shard: jax.Array, slot: Optional, indices: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        own = wire.cast(shard)
+        asked = jax.lax.all_gather(indices.reshape(-1, 1), cut.axis, tiled=True)
+        columns = own if cut.dim == -1 else _to_columns(own, cut, wire)[: cut.shape[0]]
+        read = _to_rows(take(columns, asked), cut, wire)
+        return read.reshape(*indices.shape[:-1], cut.shape[1]), asked
 
+    @jax.named_scope("zero_lookup")
+    def backward(asked: jax.Array, cotangent: jax.Array) -> tuple[Optional, Optional, None]:
+        flat = cotangent.reshape(-1, cut.shape[1])
+        sent = _to_columns(flat.astype(wire.reduce), cut, wire)
+        wide = jnp.promote_types(cotangent.dtype, jnp.float32)
+        table = jax.ShapeDtypeStruct((cut.shape[0], sent.shape[1]), wide)
+        (grad,) = jax.linear_transpose(lambda t: take(t, asked), table)(sent.astype(wide))
+        if cut.dim == -2:
+            padded = pad_dim(grad.astype(wire.reduce), 0, cut.shard_size * cut.shards)
+            grad = _to_rows(padded, cut, wire).astype(wide)
+        return (grad, None, None) if slot is None else (None, grad.astype(slot.dtype), None)
 
-@jax.named_scope("zero_lookup")
-def _backward(
-    take: Take, cut: Partition, wire: Wire, kept: tuple[jax.Array, Optional], cotangent: jax.Array
-) -> tuple[Optional, Optional, None]:
-    asked, like = kept
-    flat = cotangent.reshape(-1, cut.shape[1])
-    sent = _to_columns(flat.astype(wire.reduce), cut, wire)
-    wide = jnp.promote_types(cotangent.dtype, jnp.float32)
-    table = jax.ShapeDtypeStruct((cut.shape[0], sent.shape[1]), wide)
-    (grad,) = jax.linear_transpose(lambda t: take(t, asked), table)(sent.astype(wide))
-    if cut.dim == -2:
-        padded = pad_dim(grad.astype(wire.reduce), 0, cut.shard_size * cut.shards)
-        grad = _to_rows(padded, cut, wire).astype(wide)
-    return (grad, None, None) if like is None else (None, grad.astype(like.dtype), None)
-
-
-rows.defvjp(_forward, _backward)
+    looked_up.defvjp(forward, backward)
+    return looked_up(shard, slot, indices)
 
 
 def _to_columns(x: jax.Array, cut: Partition, wire: Wire) -> jax.Array:

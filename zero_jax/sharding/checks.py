@@ -35,20 +35,21 @@ def check_arrays(tree: PyTree) -> None:
             f"the parameters are a module, {type(tree).__name__}: pass its trained variables, "
             f"{_SPLIT}, and merge them with the others in the loss"
         )
-    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    for path, node in flat[0]:
-        if isinstance(node, _NOT_TRAINED):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise ValueError(
-                f"parameter {name!r} is a {type(node).__name__}, which is not trained: pass the "
-                f"parameters alone, {_SPLIT}, and the rest as an argument of the loss"
-            )
+    nodes = jax.tree_util.tree_flatten_with_path(tree, lambda x: isinstance(x, nnx.Variable))[0]
+    others = [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), node)
+        for path, node in nodes
+        if isinstance(node, _NOT_TRAINED)
+    ]
     for name, leaf in named_leaves(tree):
         if not (hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))):
-            raise ValueError(
-                f"parameter {name!r} is a {type(leaf).__name__}: parameters are numeric arrays. "
-                "Keep other things out of them, in a closure or an argument of the loss"
-            )
+            others.append((name, leaf))
+    if others:
+        name, node = others[0]
+        raise ValueError(
+            f"parameter {name!r} is a {type(node).__name__}: parameters are trained numeric "
+            f"arrays. Pass other things as arguments of the loss, {_SPLIT}"
+        )
 
 
 def check_leaves(tree: PyTree, devices: int, frozen: Sequence[bool]) -> None:

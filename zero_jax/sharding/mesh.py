@@ -51,8 +51,8 @@ def make_mesh(
     >>> make_mesh(devices=jax.devices()[:1]).shape["data"]
     1
     """
-    devices = list(jax.devices()) if devices is None else list(devices)
-    others = replica * experts * model
+    devices = list(jax.devices() if devices is None else devices)
+    others = replica * experts * model or 1  # abstract_mesh refuses 0
     if data is None:
         data = max(len(devices) // others, 1)
     if data * others != len(devices):
@@ -96,8 +96,7 @@ def check_mesh(mesh: AnyMesh) -> None:
     """Checks that `Zero` supports a mesh.
 
     Raises:
-      ValueError: It is not a mesh, has a device twice, no `data` axis, an axis of another name, or
-        explicit axis types.
+      ValueError: It is not a mesh, has a device twice, wrong axes, or explicit axis types.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(
@@ -109,13 +108,7 @@ def check_mesh(mesh: AnyMesh) -> None:
             raise ValueError(
                 f"`mesh` has {device} {times} times: each position needs another device"
             )
-    data = data_axis(mesh)
-    for axis, size in mesh.shape.items():
-        if size > 1 and axis not in (REPLICA, *names(data), MODEL):
-            raise ValueError(
-                f"`mesh` has an axis {axis!r} of size {size}, but Zero supports "
-                f"{names(data)[-1]!r}, 'replica', 'experts' and 'model' only. Give {axis!r} size 1"
-            )
+    data_axis(mesh)
     if any(t != AxisType.Auto for t in mesh.axis_types):
         raise ValueError(
             f"`mesh` has axis types {mesh.axis_types}, but Zero needs Auto axes (jax.make_mesh "
@@ -129,20 +122,21 @@ def data_axis(mesh: AnyMesh) -> Axis:
     It is `data`, or the only axis with another name than `replica`, `experts` and `model`.
 
     Raises:
-      ValueError: There is no such axis, or more than one.
+      ValueError: There is no such axis, or another one of more than one device.
 
     >>> data_axis(abstract_mesh(8)), data_axis(abstract_mesh(2, experts=4))
     ('data', ('experts', 'data'))
     """
     others = [axis for axis in mesh.axis_names if axis not in (REPLICA, EXPERTS, MODEL)]
     if DATA in others:
-        others = [DATA]
-    if len(others) == 1:
-        return (EXPERTS, others[0]) if experts_size(mesh) > 1 else others[0]
-    raise ValueError(
-        f"`mesh` has axes {mesh.axis_names}, but parameters are partitioned over 'data', or over "
-        "the only axis that is not 'replica', 'experts' or 'model'. Use zero_jax.make_mesh()"
-    )
+        others = [DATA, *(axis for axis in others if axis != DATA and mesh.shape[axis] > 1)]
+    if len(others) != 1:
+        raise ValueError(
+            f"`mesh` has axes {dict(mesh.shape)}, but parameters are partitioned over 'data', or "
+            "over the only axis that is not 'replica', 'experts' or 'model', and no other axis may "
+            "have more than one device. Use zero_jax.make_mesh()"
+        )
+    return (EXPERTS, others[0]) if experts_size(mesh) > 1 else others[0]
 
 
 def names(axis: Axis) -> tuple[str, ...]:

@@ -87,19 +87,16 @@ class ModelAxis:
         if not split:
             return None
         dim, where = split[0], f"{where} has the spec {PartitionSpec(*spec)}"
-        if spec[dim] != MODEL:
+        if len(split) > 1 or spec[dim] != MODEL or dim >= len(shape):
             raise ValueError(
-                f"{where}: only {MODEL!r} can be named, not {spec[dim]!r}, because the data axis "
-                f"takes a dim by itself. Write PartitionSpec(..., {MODEL!r})"
+                f"{where}: write {MODEL!r} for one of its {len(shape)} dims, and no other axis, "
+                "because the data axis takes a dim by itself"
             )
-        if len(split) > 1 or dim >= len(shape):
-            raise ValueError(f"{where}: name {MODEL!r} for one of its {len(shape)} dims")
         if shape[dim] % self.size:
             fit = [d for d in range(len(shape)) if shape[d] % self.size == 0]
             raise ValueError(
-                f"{where}, but a model axis of {self.size} does not divide {shape[dim]}: "
-                + (f"use one of the dims {fit}, or " if fit else "use ")
-                + "another size of the model axis"
+                f"{where}, but a model axis of {self.size} does not divide {shape[dim]}, only the "
+                f"dims {fit}: use one of these, or another size of the model axis"
             )
         return dim - len(shape)
 
@@ -163,26 +160,22 @@ def _expert_dim(
     """Returns the dim named "experts", counted from the end, or None.
 
     Raises:
-      ValueError: The groups of devices do not divide it, or it is sharded over `model`.
+      ValueError: The groups of devices do not divide it, it is split over `model`, or the names
+        are not as many as the dims.
     """
     if groups == 1 or EXPERTS not in names:
         return None
-    if len(names) != len(shape):
-        raise ValueError(
-            f"{where} has names for {len(names)} dims, {names}, and 'experts' is one of them: give "
-            "each dim a name or None"
-        )
     dim = names.index(EXPERTS) - len(names)
+    if len(names) != len(shape) or dim == model:
+        raise ValueError(
+            f"{where} has dims named {names}: give each dim a name or None, and 'experts' to one "
+            "that is not split over the model axis"
+        )
     if shape[dim] % groups:
         fit = [str(n) for n in range(2, shape[dim] + 1) if shape[dim] % n == 0]
         raise ValueError(
             f"{where} has {shape[dim]} experts, which an experts axis of {groups} does not divide: "
             f"make the mesh with experts={' or '.join(fit)}"
-        )
-    if dim == model:
-        raise ValueError(
-            f"{where} has one dim for both the experts and the model axis: name two dims, or use a "
-            "mesh without one of these axes"
         )
     return dim
 

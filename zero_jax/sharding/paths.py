@@ -5,9 +5,6 @@ the boxes of linen's own metadata.
 """
 
 import dataclasses
-import functools
-import itertools
-import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -91,8 +88,7 @@ def _unwrapped(tree: PyTree, prefix: _Path) -> Iterator[tuple[_Path, PyTree]]:
             yield path, node
             continue
         # One level: every child of the node is a leaf.
-        is_child = functools.partial(operator.is_not, node)
-        inside = jax.tree_util.tree_flatten_with_path(node, is_leaf=is_child)[0]
+        inside = jax.tree_util.tree_flatten_with_path(node, lambda x, node=node: x is not node)[0]
         for key, child in inside:
             yield from _unwrapped(child, path if len(inside) == 1 else (*path, *key))
 
@@ -113,14 +109,14 @@ def matches(pattern: str, names: Sequence[str], what: str) -> list[bool]:
 
 def frozen_leaves(tree: PyTree, frozen: Frozen) -> list[bool]:
     """Returns True for each leaf that is not trained: its path matches, or it is not a float."""
-    names = [name for name, _ in named_leaves(tree)]
+    leaves = named_leaves(tree)
+    names = [name for name, _ in leaves]
     if isinstance(frozen, str):
         matched = matches(frozen, names, "frozen")
     else:
         matched = [frozen is not None and bool(frozen(name)) for name in names]
-    leaves = jax.tree.leaves(tree)
     pairs = zip(leaves, matched, strict=True)
-    return [not jnp.issubdtype(x.dtype, jnp.floating) or hit for x, hit in pairs]
+    return [hit or not jnp.issubdtype(x.dtype, jnp.floating) for (_, x), hit in pairs]
 
 
 def trained_part(tree: PyTree, frozen: Frozen) -> float:
@@ -130,6 +126,6 @@ def trained_part(tree: PyTree, frozen: Frozen) -> float:
     0.25
     """
     leaves = jax.tree.leaves(tree)
-    total = sum(x.size for x in leaves)
-    trained = itertools.compress(leaves, map(operator.not_, frozen_leaves(tree, frozen)))
-    return sum(x.size for x in trained) / total if total else 1.0
+    pairs = zip(leaves, frozen_leaves(tree, frozen), strict=True)
+    trained, total = sum(x.size for x, still in pairs if not still), sum(x.size for x in leaves)
+    return trained / total if total else 1.0
