@@ -21,7 +21,7 @@ from problems import ODD_GPT, Problem, compare, gpt_problem, train_plain, train_
 import zero_jax
 from zero_jax import Remat
 from zero_jax.plan.operations import device_part
-from zero_jax.remat import activations, policies, recompute
+from zero_jax.remat import policies, recompute
 from zero_jax.tracing import layer_detection
 
 TX = optax.sgd(1e-1)
@@ -237,9 +237,9 @@ def test_a_value_that_the_model_axis_does_not_divide_is_padded_and_restored():
     place = policies.parse("block@partitioned").inputs
 
     def there_and_back(x):
-        kept = activations.put(x, place)
+        kept = place.put(x)
         assert kept.shape == (4,)
-        return activations.fetch(kept, place, x)
+        return place.fetch(kept, x)
 
     mesh = jax.make_mesh((4,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = {"in_specs": jax.P(), "out_specs": jax.P(), "check_vma": False}

@@ -10,9 +10,8 @@ import jax.extend.core as jex
 
 from zero_jax.engine.lazy_param import GatherOnce, LazyParam, Operands
 from zero_jax.remat import policies, recompute
-from zero_jax.remat.activations import can_move
 from zero_jax.remat.linearized import Linear
-from zero_jax.remat.policies import Place, Remat
+from zero_jax.remat.policies import Place, Remat, can_move
 from zero_jax.tracing import dataflow as reads
 from zero_jax.tracing import jaxpr as equations
 

@@ -15,7 +15,7 @@ from zero_jax.engine.lazy_param import LazyParam, Operands, Param, full
 from zero_jax.engine.lifetimes import Positions
 from zero_jax.engine.replay import BLOCK, How, replay
 from zero_jax.remat import recompute
-from zero_jax.remat.activations import can_move
+from zero_jax.remat.policies import can_move
 from zero_jax.tracing import jaxpr as equations
 
 # Remat policies of unrolled layers that run without explicit passes, and why.

@@ -16,18 +16,26 @@ is that of the layer's input):
   partitioned       P_a: 1/MP of it on each device of the `model` axis
   partitioned+host  P_a+cpu: 1/MP of it, in pinned host memory
 
+P_a sends nothing to store a value that is replicated over the `model` axis, and one all-gather per
+layer to fetch it; Megatron's five all-reduces send 10 times as much. (A value that is sharded over
+`model` would be gathered first: store such values on the device.)
+
 Source: ZeRO (arXiv:1910.02054), section 6.1, for P_a and P_a+cpu.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 
+import jax
 import jax.extend.core as jex
-from jax.sharding import AbstractMesh
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from zero_jax.names import nearest, unknown
 from zero_jax.sharding.mesh import MODEL, AnyMesh
+from zero_jax.sharding.model_axis import over_model
 
 # A policy of `jax.checkpoint_policies`.
 JaxPolicy = Callable[..., object]
@@ -58,8 +66,46 @@ class Place:
     partitioned: bool = False
 
     def __str__(self) -> str:
-        kinds = [k for k in ("partitioned", "host") if getattr(self, k)]
-        return "+".join(kinds) or "device"
+        return "+".join(k for k in ("partitioned", "host") if getattr(self, k)) or "device"
+
+    def put(self, x: jax.Array) -> jax.Array:
+        """Returns the value as it is stored here; inside `shard_map`."""
+        if not can_move(x):
+            return x
+        if self.partitioned:
+            x = over_model(_split, x, PartitionSpec(), PartitionSpec(MODEL))
+        return jax.device_put(x, jax.memory.Space.Host) if self.host else x
+
+    def fetch(self, stored: jax.Array, like: jax.Array | jax.core.ShapedArray) -> jax.Array:
+        """Inverts `put`; `like` has the shape and dtype of the value."""
+        if not can_move(like):
+            return stored
+        if self.host:
+            stored = jax.device_put(stored, jax.memory.Space.Device)
+        if not self.partitioned:
+            return stored
+
+        def gather(piece: jax.Array) -> jax.Array:
+            full = jax.lax.all_gather(piece, MODEL, tiled=True)
+            return full[: math.prod(like.shape)].reshape(like.shape)
+
+        return over_model(gather, stored, PartitionSpec(MODEL), PartitionSpec())
+
+
+def can_move(aval: object) -> bool:
+    """Returns True for a float array, False for a counter, key, scalar or token."""
+    shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", bool)
+    return bool(shape) and jnp.issubdtype(dtype, jnp.floating)
+
+
+def _split(x: jax.Array) -> jax.Array:
+    """Returns this device's contiguous piece of the flat value."""
+    parts = jax.lax.axis_size(MODEL)
+    flat = x.reshape(-1)
+    size = -(-flat.size // parts)
+    if size * parts > flat.size:
+        flat = jnp.pad(flat, (0, size * parts - flat.size))
+    return jax.lax.dynamic_slice_in_dim(flat, jax.lax.axis_index(MODEL) * size, size)
 
 
 DEVICE = Place()
@@ -103,18 +149,8 @@ class Remat:
         items = names.items() if isinstance(names, Mapping) else names
         pairs = [(item, DEVICE) if isinstance(item, str) else item for item in items]
         places = tuple((name, _place(at)) for name, at in pairs)
-        values = {"kind": kind, "inputs": _place(inputs), "names": places, "policy": policy}
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-        if (kind == "jax") != (policy is not None):
-            raise ValueError(
-                f'`kind`={kind!r} with `policy`={policy!r}: kind "jax", and no other, requires a '
-                "policy"
-            )
-        if policy is not None and (self.names or self.inputs != DEVICE):
-            raise ValueError("`names` and `inputs` contradict `policy`, which decides both")
-        if kind != "jax":
-            _check(self)
+        vars(self).update(kind=kind, inputs=_place(inputs), names=places, policy=policy)
+        _check(self)
 
     @property
     def passes(self) -> float:
@@ -148,12 +184,11 @@ class Remat:
     def __str__(self) -> str:
         if self.policy is not None:
             return getattr(self.policy, "__qualname__", repr(self.policy)).partition(".<locals>")[0]
-        names = ",".join(name + _at(place) for name, place in self.names)
-        return self.kind + _at(self.inputs) + (f":{names}" if self.names else "")
-
-
-def _at(place: Place) -> str:
-    return "" if place == DEVICE else f"@{place}"
+        kind, *names = (
+            name if place == DEVICE else f"{name}@{place}"
+            for name, place in ((self.kind, self.inputs), *self.names)
+        )
+        return f"{kind}:{','.join(names)}" if names else kind
 
 
 def _place(given: Place | str) -> Place:
@@ -199,8 +234,15 @@ def _name_and_place(part: str) -> tuple[str, str]:
 
 
 def _check(policy: Remat) -> None:
-    """Raises ValueError if kind, places and names contradict each other."""
+    """Raises ValueError if kind, places, names and policy contradict each other."""
     text, known = str(policy), [name for name, _ in policy.names]
+    if policy.kind == "jax" or policy.policy is not None:
+        if policy.kind != "jax" or policy.policy is None or known or policy.inputs != DEVICE:
+            raise ValueError(
+                f'`kind`={policy.kind!r} with `policy`={policy.policy!r}: kind "jax" alone takes a '
+                "policy, and requires one. It decides both `names` and `inputs`: leave those out"
+            )
+        return
     kinds = (*POLICIES, "names")
     if policy.kind not in kinds:
         near = nearest(policy.kind, kinds)
@@ -218,12 +260,11 @@ def _check(policy: Remat) -> None:
             f'`remat`={text!r}: "names", and no other policy, requires names of values, for '
             'example "names:a,b". Mark values with jax.ad_checkpoint.checkpoint_name(x, "a")'
         )
-    if any(name != name.strip() or {",", "@"} & {*name} for name in known):
-        raise ValueError(f"`remat`={text!r}: a name has no comma, no @ and no blank at its ends")
-    if any(not name for name in known) or len(set(known)) < len(known):
+    wrong = (not name or name != name.strip() or {",", "@"} & {*name} for name in known)
+    if any(wrong) or len(set(known)) < len(known):
         raise ValueError(
-            f"`remat`={text!r}: write each name once, separated by commas, for example "
-            '"names:a,b@host"'
+            f'`remat`={text!r}: write each name once, for example "names:a,b@host". It has no '
+            "comma, no @ and no blank at its ends"
         )
 
 

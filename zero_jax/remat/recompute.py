@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.collectives.barriers import Arrays, instead, is_float, known, together, waiting
-from zero_jax.remat import activations
 from zero_jax.remat.policies import DEVICE, Place
 from zero_jax.sharding.paths import PyTree
 from zero_jax.tracing import dataflow as reads
@@ -59,11 +58,11 @@ class Layer:
 
         def tap(x: jax.Array, at: Place | None) -> jax.Array:
             if at is not None:
-                saved.append(activations.put(x, at))
+                saved.append(at.put(x))
             return x
 
         outs = self.run(args, tap, trained)
-        inputs = [activations.put(x, self.places.get(i, DEVICE)) for i, x in enumerate(args)]
+        inputs = [self.places.get(i, DEVICE).put(x) for i, x in enumerate(args)]
         return outs, [*inputs, *saved]
 
     def gradients(
@@ -83,7 +82,7 @@ class Layer:
           due: Arrays that must be available when the backward pass is midway, see `Tap`.
         """
         inputs = [
-            activations.fetch(x, self.places.get(i, DEVICE), like)
+            self.places.get(i, DEVICE).fetch(x, like)
             for i, (x, like) in enumerate(zip(kept, self.likes, strict=False))
         ]
         saved = iter(kept[len(inputs) :])
@@ -96,7 +95,7 @@ class Layer:
             def tap(x: jax.Array, at: Place | None) -> jax.Array:
                 if at is None:
                     return waiting(x, due) if due else x
-                return instead(x, activations.fetch(next(saved), at, x))
+                return instead(x, at.fetch(next(saved), x))
 
             floats = [x for x in self.run(full, tap, trained) if is_float(x)]
             return [x for x, c in zip(floats, cotangents, strict=True) if c is not None]
