@@ -11,7 +11,7 @@ from flax import nnx
 from one_device import ADAM, Case, alone, audited, check_gradients, check_parity, zero_on
 
 import zero_jax
-from zero_jax.engine import expert_all_to_all
+from zero_jax.engine import expert_exchange
 from zero_jax.models import decoder
 from zero_jax.models.experts import Experts
 
@@ -96,7 +96,7 @@ def test_rows_are_sent_and_experts_are_not(monkeypatch):
             sent(audit, "all-gather", axis="data")[0] == 2 * share - share // 4
         )  # the last layer once
         assert sent(audit, "reduce-scatter", axis="data")[0] == share
-        monkeypatch.setattr(expert_all_to_all, "PART_BYTES", 1)
+        monkeypatch.setattr(expert_exchange, "PART_BYTES", 1)
 
 
 @pytest.mark.parametrize(("groups", "remat", "gathered"), [(4, "block", 3), (2, "none", 2)])

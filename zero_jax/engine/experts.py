@@ -2,8 +2,8 @@
 
 A matrix of experts (E, ...) is sharded over groups of devices and never gathered over them. So the
 loss is traced again for the experts of one group. Products with them, and per-expert operations
-between these, are replaced by `expert_all_to_all.py` or `expert_all_gather.py`, which communicate
-tokens; all other operations are unchanged. The result is a trace like any other.
+between these, are replaced by those of `expert_exchange.py`, which communicate rows or tokens; all
+other operations are unchanged. The result is a trace like any other.
 """
 
 import dataclasses
@@ -12,8 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.extend.core as jex
 
-from zero_jax.engine.expert_all_gather import TokenRegion, around
-from zero_jax.engine.expert_all_to_all import MOST_PARTS, ExpertProducts, Weights, per_expert
+from zero_jax.engine.expert_exchange import (
+    MOST_PARTS,
+    ExpertProducts,
+    TokenRegion,
+    Weights,
+    around,
+    per_expert,
+)
 from zero_jax.sharding.layout import Partition
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.dataflow import Graph
@@ -41,22 +47,20 @@ def at_their_devices(
     Raises:
       ValueError: An operation other than a product per expert reads experts.
     """
-    if all(cut.experts is None for cut in cuts):
+    dims = {at: cut.experts for at, cut in enumerate(cuts) if cut.experts is not None}
+    if not dims:
         return closed
-    shapes, leaves = [], set[int]()
-    for at, var in enumerate(closed.jaxpr.invars):
-        shape = list(shape_of(var))
-        if at < len(cuts) and (cut := cuts[at]).experts is not None:
-            leaves.add(at)
-            shape[cut.experts] //= cut.expert_shards
-        shapes.append(jax.ShapeDtypeStruct(tuple(shape), dtype_of(var)))
-    evaluator = _OfOneGroup(cuts, paths, MOST_PARTS if parts else 1)
+    shapes = [list(shape_of(var)) for var in closed.jaxpr.invars]
+    for at, dim in dims.items():
+        shapes[at][dim] //= cuts[at].expert_shards
+    evaluator = _OfOneGroup(dims, cuts, paths, MOST_PARTS if parts else 1)
 
     def loss(*args: jax.Array) -> list[_Value]:
-        values = [_LocalExperts(x, at) if at in leaves else x for at, x in enumerate(args)]
+        values = [_LocalExperts(x, at) if at in dims else x for at, x in enumerate(args)]
         return evaluator.run(closed, values)
 
-    return stage(loss, *shapes)
+    pairs = zip(shapes, map(dtype_of, closed.jaxpr.invars), strict=True)
+    return stage(loss, *(jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in pairs))
 
 
 @jax.tree_util.register_dataclass
@@ -74,19 +78,24 @@ class _LocalExperts:
 
 
 _Value = jax.Array | _LocalExperts
-
-
-def _array(value: _Value) -> jax.Array:
-    return value.array if isinstance(value, _LocalExperts) else value
+_Forms = dict[jex.Var, Form]  # of the variables that are experts
 
 
 class _OfOneGroup(Evaluator[_Value]):
-    """Evaluates a loss on the experts of one group of devices."""
+    """Evaluates a loss on the experts of one group of devices.
 
-    def __init__(self, cuts: Sequence[Partition], paths: Sequence[str], most: int):
+    Args:
+      dims: For each leaf of experts the dim that counts them, from the end.
+      cuts: The partition of each leaf.
+      paths: Its path.
+      most: The largest number of parts of an all-to-all.
+    """
+
+    def __init__(
+        self, dims: Mapping[int, int], cuts: Sequence[Partition], paths: Sequence[str], most: int
+    ):
         super().__init__()
-        self._cuts, self._paths, self._most = cuts, paths, most
-        self._shards = next(cut.expert_shards for cut in cuts if cut.experts is not None)
+        self._dims, self._cuts, self._paths, self._most = dims, cuts, paths, most
 
     def is_replaced(self, value: _Value) -> bool:
         return isinstance(value, _LocalExperts)
@@ -99,26 +108,25 @@ class _OfOneGroup(Evaluator[_Value]):
             for var, x in env.items()
             if isinstance(x, _LocalExperts)
         }
-        products = [at for at in graph.positions if self._is_product(graph, at, forms)]
+        groups = {max(group.at): group for group in self._groups(graph, forms)}
         if any(is_in(a, forms) for a in jaxpr.outvars):
             raise self._unsupported("return", jaxpr.outvars, forms)
         env.update(zip(jaxpr.constvars, closed.consts, strict=True))
-        groups = {max(x.at): x for x in self._groups(graph, products, self._weights(forms))}
         grouped = {at for group in groups.values() for at in group.at}
-        reads = {at: jaxprs.variables(graph.part([at])) for at in graph.positions}
-        reads |= {at: group.closed.jaxpr.invars for at, group in groups.items()}
         waiting = [at for at in graph.positions if at in groups or at not in grouped]
+        reads = {at: jaxprs.variables(graph.part([at])) for at in waiting}
+        reads |= {at: group.closed.jaxpr.invars for at, group in groups.items()}
         while waiting:  # in order, but readers of a group's equations wait until all of it can run
             at = next(at for at in waiting if all(v in env for v in reads[at]))
             waiting.remove(at)
-            eqn, group = graph.eqns[at], groups.get(at)
-            if group is None:
-                made = self.equation(eqn, [jaxprs.read(env, atom) for atom in eqn.invars])
-                env.update(zip(eqn.outvars, made, strict=True))
+            if group := groups.get(at):
+                operands = (env[v] for v in reads[at])
+                made = group.run([x.array if isinstance(x, _LocalExperts) else x for x in operands])
+                env.update(zip(group.closed.jaxpr.outvars, made, strict=True))
             else:
-                most = [self._most] if isinstance(group, ExpertProducts) else []
-                results = group.run([_array(env[v]) for v in reads[at]], *most)
-                env.update(zip(group.closed.jaxpr.outvars, results, strict=True))
+                eqn = graph.eqns[at]
+                results = self.equation(eqn, [jaxprs.read(env, atom) for atom in eqn.invars])
+                env.update(zip(eqn.outvars, results, strict=True))
         return [jaxprs.read(env, atom) for atom in jaxpr.outvars]
 
     def default(self, eqn: jex.JaxprEqn, values: list[_Value]) -> Sequence[_Value]:
@@ -129,59 +137,49 @@ class _OfOneGroup(Evaluator[_Value]):
             eqn = eqn.replace(params={**eqn.params, "limit_indices": limits})
         return [_LocalExperts(x, experts.leaf) for x in jaxprs.function(eqn)(experts.array)]
 
-    def _is_product(self, graph: Graph, at: int, forms: dict[jex.Var, Form]) -> bool:
-        """Returns True for a product with experts; adds to `forms` those that it rearranges."""
+    def _groups(self, graph: Graph, forms: _Forms) -> list[ExpertProducts | TokenRegion]:
+        """Returns groups of products, and of equations around them if tokens are gathered.
+
+        Adds to `forms` the experts that are rearranged.
+        """
+        products = [x for at in graph.positions if (x := self._product(graph, at, forms))]
+        weights, groups = self._weights(forms), list[ExpertProducts]()
+        for product in products:  # as many as possible are grouped: those of a layer
+            together = graph.between([*groups[-1].at, *product.at]) if groups else ()
+            joined = per_expert(graph, together, weights) if groups else None
+            groups = [*groups[:-1], joined] if joined else [*groups, product]
+        every = {at for group in groups for at in group.at}
+        shards = next(self._cuts[leaf].expert_shards for leaf in self._dims)
+        return [
+            around(graph, group.at, weights, shards, every - {*group.at})
+            or dataclasses.replace(group, most=self._most)
+            for group in groups
+        ]
+
+    def _product(self, graph: Graph, at: int, forms: _Forms) -> ExpertProducts | None:
+        """Returns a product with experts, or None; adds to `forms` those that it rearranges."""
         eqn = graph.eqns[at]
         name, experts = eqn.primitive.name, [a for a in eqn.invars if is_in(a, forms)]
         # The bodies of scans and of rematerialised functions are evaluated like this one.
         if not experts or name == "scan" or name in jaxprs.REMAT:
-            return False
-        if follow(eqn, forms):
-            form = forms[eqn.outvars[0]]
-            dim = self._dim(form)
-            first = forms[experts[0]].rank == -(self._cuts[form.leaf].experts or 0)
-            takes_some = first and name in ("slice", "squeeze", "unstack")
-            if dim is None or takes_some:
-                raise self._unsupported(name, experts, forms)
-            return False
-        if per_expert(graph, [at], self._weights({a: forms[a] for a in experts})) is None:
-            raise self._unsupported(name, experts, forms)
-        return True
-
-    def _dim(self, form: Form) -> int | None:
-        """Returns the dim that counts experts, or None if it is not known."""
-        experts = self._cuts[form.leaf].experts
-        if form.arranged or experts is None or form.rank + experts < 0:
             return None
-        return form.rank + experts
+        is_rearranged = follow(eqn, forms)
+        weights = self._weights(forms)
+        takes_experts = name == "slice" and weights.get(experts[0]) == 0
+        if is_rearranged and eqn.outvars[0] in weights and not takes_experts:
+            return None
+        product = None if is_rearranged else per_expert(graph, [at], weights)
+        if product is None:
+            raise self._unsupported(name, experts, forms)
+        return product
 
-    def _weights(self, forms: Mapping[jex.Var, Form]) -> Weights:
-        dims = {v: self._dim(form) for v, form in forms.items()}
-        return {v: dim for v, dim in dims.items() if dim is not None}
+    def _weights(self, forms: _Forms) -> Weights:
+        """Returns experts with the dim that counts them, where it is known."""
+        kept = {v: form for v, form in forms.items() if not form.arranged}
+        dims = {v: form.rank + self._dims[form.leaf] for v, form in kept.items()}
+        return {v: dim for v, dim in dims.items() if dim >= 0}
 
-    def _groups(
-        self, graph: Graph, products: Sequence[int], weights: Weights
-    ) -> list[ExpertProducts | TokenRegion]:
-        """Returns groups of products, and of equations around them if tokens are gathered."""
-        groups: list[ExpertProducts] = []
-        for at in products:  # as many as possible are grouped: those of a layer
-            together = graph.between([*groups[-1].at, at]) if groups else [at]
-            joined = per_expert(graph, together, weights)
-            if joined is None:
-                joined = per_expert(graph, [at], weights)
-            elif groups:
-                groups.pop()
-            assert joined is not None  # a product alone is one per expert
-            groups.append(joined)
-        every = {at for group in groups for at in group.at}
-        return [
-            around(graph, group.at, weights, self._shards, every - {*group.at}) or group
-            for group in groups
-        ]
-
-    def _unsupported(
-        self, operation: str, atoms: Sequence[Atom], forms: Mapping[jex.Var, Form]
-    ) -> ValueError:
+    def _unsupported(self, operation: str, atoms: Sequence[Atom], forms: _Forms) -> ValueError:
         leaf = next(forms[a].leaf for a in atoms if is_in(a, forms))
         return ValueError(
             f"{self._paths[leaf]} is an expert parameter, and {operation!r} reads it: only a "

@@ -22,7 +22,7 @@ def even(
 
     At stage 3 experts are gathered twice and reduced once: all of them, or in a group of several
     devices its own. Expert parallelism sends rows of tokens there and back, forward, backward and
-    in recomputation, or each token to all groups (`engine/expert_all_gather.py`), whose sum is not
+    in recomputation, or each token to all groups (`engine/expert_exchange.py`), whose sum is not
     recomputed. Between hosts a gather shares the links of all its members on a host; an all-to-all
     uses that of its device.
 
