@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from zero_jax.sharding.paths import PyTree
@@ -45,38 +46,27 @@ def taken_apart(out: PyTree, has_aux: bool) -> tuple[jax.Array, jax.Array, PyTre
     Raises:
       ValueError: The result is not a supported form of a loss.
     """
-    if has_aux and (isinstance(out, Weighted) or not (isinstance(out, tuple) and len(out) == 2)):
-        raise ValueError(
-            f"`has_aux`=True, but the loss function returned {type(out).__name__}: return (loss, "
-            "aux), with a scalar mean or zero_jax.Weighted(sum, weight) as the loss"
-        )
-    value, aux = out if has_aux else (out, None)
+    is_pair = isinstance(out, tuple) and len(out) == 2 and not isinstance(out, Weighted)
+    value, aux = out if has_aux and is_pair else (out, None)
     is_weighted = isinstance(value, Weighted)
-    if isinstance(value, tuple) and not is_weighted:
-        pairs = "a pair" if len(value) == 2 else f"{len(value)} values"
-        raise ValueError(
-            f"the loss function returned {pairs}: return a scalar mean, or "
-            "zero_jax.Weighted(sum, weight) for a mean whose weights differ between devices"
-            + ("" if has_aux else ". If the second value is auxiliary, pass has_aux=True")
-        )
     parts = value if is_weighted else Weighted(value, jnp.ones((), jnp.float32))
-    shapes = [
-        jnp.shape(p) if isinstance(p, (int, float)) or hasattr(p, "dtype") else None for p in parts
-    ]
-    if any(s != () for s in shapes):
+    if (has_aux and not is_pair) or not all(map(_is_real_scalar, parts)):
+        arrays = [f"{getattr(x, 'dtype', 'number')}{np.shape(x)}" for x in jax.tree.leaves(out)]
         raise ValueError(
-            f"the loss function returned {type(value).__name__} of shapes {shapes}: return a "
-            "scalar mean, or zero_jax.Weighted(sum, weight) of two scalars"
-        )
-    if any(jnp.iscomplexobj(p) for p in parts):
-        raise ValueError(
-            "the loss function returned a complex number: return a real one, for example its real "
-            "part or absolute value"
+            f"with `has_aux`={has_aux}, the loss function returned {type(out).__name__} with "
+            f"{len(arrays)} arrays ({', '.join(arrays[:4])}): return a scalar mean, or "
+            "zero_jax.Weighted(sum, weight) of two scalars for a mean whose weights differ between "
+            "devices. Scalars are real numbers; with has_aux=True return (loss, aux)"
         )
     total, weight = (jnp.asarray(p, jnp.float32) for p in parts)
     if is_weighted:
         weight = jnp.where(weight < 0, jnp.nan, weight)
     return total, weight, aux, is_weighted
+
+
+def _is_real_scalar(x: object) -> bool:
+    is_number = isinstance(x, (int, float)) or hasattr(x, "dtype")
+    return is_number and jnp.shape(x) == () and not jnp.iscomplexobj(x)
 
 
 def kinds_of(

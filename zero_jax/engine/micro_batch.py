@@ -85,29 +85,22 @@ def fold_keys(extras: PyTree, index: jax.Array) -> PyTree:
 
 def check_batch(batch: PyTree, n: int, k: int) -> None:
     """Raises ValueError if n devices x k micro-batches do not divide the rows of an array."""
-    rows = {}
-    for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
-        name = jax.tree_util.keystr(path) or "the batch"
-        shape = tuple(getattr(x, "shape", ()))
-        if not shape:
-            raise ValueError(
-                f"{name} is a scalar: every array of the batch needs the batch as dim 0. Pass "
-                "values that all devices share as extra arguments after the batch"
-            )
-        rows[name] = shape[0]
-    if not rows:
-        raise ValueError("the batch has no arrays: pass at least one array with the batch as dim 0")
-    if len(set(rows.values())) > 1:
-        told = ", ".join(f"{name} {count}" for name, count in list(rows.items())[:6])
+    flat = jax.tree_util.tree_flatten_with_path(batch)[0]
+    shapes = {jax.tree_util.keystr(path): tuple(getattr(x, "shape", ())) for path, x in flat}
+    counts = {shape[:1] for shape in shapes.values()}
+    if len(counts) != 1 or () in counts:
+        told = ", ".join(f"{name or 'array'} {shape}" for name, shape in list(shapes.items())[:6])
         raise ValueError(
-            f"the arrays of the batch have different numbers of rows: {told}. Dim 0 is sharded "
-            "over the devices and must be equal. For graphs, stack devices x micro-batches padded "
-            "graphs along a new dim 0, and use x[0] in the loss"
+            f"the batch has {told or 'no arrays'}: it requires arrays with "
+            "the same number of rows along dim 0, which is sharded over the devices. Pass a scalar, "
+            "or any value that all devices share, as an extra argument after the batch. For "
+            "graphs, stack devices x micro-batches padded graphs along a new dim 0, and use x[0] "
+            "in the loss"
         )
-    name, count = next(iter(rows.items()))
+    ((count,),) = counts
     if count == 0 or count % (n * k):
         below = count // (n * k) * n * k
         raise ValueError(
-            f"{name} has {count} rows, but {n} devices x {k} micro-batches must divide "
-            f"them: use {below or n * k} or {below + n * k}"
+            f"{next(iter(shapes)) or 'the batch'} has {count} rows, but {n} devices x {k} "
+            f"micro-batches must divide them: use {below or n * k} or {below + n * k}"
         )
