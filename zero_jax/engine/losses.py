@@ -64,7 +64,7 @@ def taken_apart(out: PyTree, has_aux: bool) -> tuple[jax.Array, jax.Array, PyTre
     return total, weight, aux, is_weighted
 
 
-def _is_real_scalar(x: object) -> bool:
+def _is_real_scalar(x: PyTree) -> bool:
     is_number = isinstance(x, (int, float)) or hasattr(x, "dtype")
     return is_number and jnp.shape(x) == () and not jnp.iscomplexobj(x)
 

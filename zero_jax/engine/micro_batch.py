@@ -91,11 +91,10 @@ def check_batch(batch: PyTree, n: int, k: int) -> None:
     if len(counts) != 1 or () in counts:
         told = ", ".join(f"{name or 'array'} {shape}" for name, shape in list(shapes.items())[:6])
         raise ValueError(
-            f"the batch has {told or 'no arrays'}: it requires arrays with "
-            "the same number of rows along dim 0, which is sharded over the devices. Pass a scalar, "
-            "or any value that all devices share, as an extra argument after the batch. For "
-            "graphs, stack devices x micro-batches padded graphs along a new dim 0, and use x[0] "
-            "in the loss"
+            f"the batch has {told or 'no arrays'}: it requires arrays with the same number of rows "
+            "along dim 0, which is sharded over the devices. Pass a scalar, or any value that all "
+            "devices share, as an extra argument after the batch. For graphs, stack devices x "
+            "micro-batches padded graphs along a new dim 0, and use x[0] in the loss"
         )
     ((count,),) = counts
     if count == 0 or count % (n * k):

@@ -11,6 +11,9 @@ from zero_jax.sharding import paths
 from zero_jax.sharding.paths import Frozen, PyTree
 from zero_jax.tracing.jaxpr import CALLS, as_function, written_out
 
+# Errors of a transformation that needs other arguments.
+_ERRORS = (TypeError, ValueError, KeyError, AttributeError)
+
 
 def check_updates(grads: PyTree, updates: PyTree) -> None:
     """Raises ValueError if an update lacks the first dim of its gradient."""
@@ -41,8 +44,10 @@ def without_frozen(
 
     masked = optax.masked(tx, trained)
 
-    def pick(tree: PyTree) -> optax.GradientTransformation:
-        return masked if any(paths.frozen_leaves(tree, frozen)) else tx
+    def pick(tree: PyTree) -> optax.GradientTransformationExtraArgs:
+        return optax.with_extra_args_support(
+            masked if any(paths.frozen_leaves(tree, frozen)) else tx
+        )
 
     def init(params: PyTree) -> PyTree:
         # optax itself promotes: under JAX_NUMPY_DTYPE_PROMOTION=strict optax.adam raises.
@@ -52,20 +57,18 @@ def without_frozen(
     def update(
         grads: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree
     ) -> tuple[PyTree, PyTree]:
-        own = optax.with_extra_args_support(pick(grads))
         try:
             with jax.numpy_dtype_promotion("standard"):
-                return own.update(grads, state, params, **extra)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+                return pick(grads).update(grads, state, params, **extra)
+        except _ERRORS as error:
             given = ", ".join(["gradients", "state", "parameters", *extra])
             raise ValueError(
-                f"`tx` raised an error with the arguments {given}: {error}. zero.train_step "
-                "passes the loss as `value`, and arrays that are passed by name, step(params, "
-                "opt_state, batch, name=array). It passes none where state is in host memory or "
-                "in fewer bits. Transformations that call functions (grad_fn, value_fn) or take "
-                "gradients of some parameters (optax.lookahead) are unsupported there. Write the "
-                "step yourself: gradients from zero.value_and_grad(loss_fn), then "
-                "tx.update(grads, opt_state, params, ...)"
+                f"`tx` raised an error with the arguments {given}: {error}. zero.train_step passes "
+                "the loss as `value` and arrays by name, step(params, opt_state, batch, "
+                "name=array), but no functions (grad_fn, value_fn) and no gradients of some "
+                "parameters (optax.lookahead). Where state is in host memory or in fewer bits, it "
+                "passes no arrays. Write the step yourself: gradients from "
+                "zero.value_and_grad(loss_fn), then tx.update(grads, opt_state, params, ...)"
             ) from error
 
     # Without frozen leaves the state is exactly that of the user's own transformation.
@@ -97,24 +100,23 @@ def with_one_structure(
         like, old = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
         try:
             new = jax.eval_shape(run, like, old, like)[1]
-        # The update needs other arguments: it checks its state when it runs.
-        except (TypeError, ValueError, KeyError, AttributeError, NameError):
+        except (*_ERRORS, NameError):  # it needs other arguments, and checks its state when it runs
             return state
         if _alike(old, new):
             return state
+        # Not `jnp.zeros`: a leaf may be a typed key.
+        leaves = zip(_keys(new), jax.tree.leaves(new), strict=True)
+        zeros = {key: jax.lax.full(x.shape, 0, x.dtype) for key, x in leaves}
 
         def begun(state: PyTree) -> PyTree:
-            known = dict(zip(_keys(old), jax.tree.leaves(state), strict=True))
-            leaves = [known.get(key, zero) for key, zero in zip(_keys(new), zeros, strict=True)]
-            return jax.tree.unflatten(jax.tree.structure(new), leaves)
+            known = zeros | dict(zip(_keys(old), jax.tree.leaves(state), strict=True))
+            return jax.tree.unflatten(jax.tree.structure(new), [known[key] for key in zeros])
 
         def later(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             return run(grads, begun(state), params)
 
-        # Not `jnp.zeros`: a leaf may be a typed key.
-        zeros = [jax.lax.full(x.shape, 0, x.dtype) for x in jax.tree.leaves(new)]
-        keeps = set(_keys(old)) <= set(_keys(new))
-        if not keeps or not _same(*(jax.make_jaxpr(f)(like, old, like) for f in (run, later))):
+        programs = (jax.make_jaxpr(f)(like, old, like) for f in (run, later))
+        if not zeros.keys() >= set(_keys(old)) or not _same(*programs):
             raise ValueError(
                 "`tx` changes the structure of its state at the first update, which computes "
                 f"something else than later ones: {_difference(old, new)}. A step is one program "
@@ -138,13 +140,12 @@ def with_one_structure(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _same(first: jex.ClosedJaxpr, later: jex.ClosedJaxpr) -> bool:
+def _same(*programs: jex.ClosedJaxpr) -> bool:
     """Returns True for two programs that compute the same."""
-    programs = [written_out(closed, CALLS) for closed in (first, later)]
-    # Traced again, they have no constants that nothing reads.
-    programs = [jax.make_jaxpr(as_function(closed))(*closed.in_avals) for closed in programs]
-    texts, consts = zip(*((str(closed.jaxpr), closed.consts) for closed in programs), strict=True)
-    return texts[0] == texts[1] and all(map(_equal, *consts))
+    # Inlined and traced again, they have no constants that nothing reads.
+    runs = [(as_function(written_out(closed, CALLS)), closed.in_avals) for closed in programs]
+    one, other = (jax.make_jaxpr(run)(*avals) for run, avals in runs)
+    return str(one.jaxpr) == str(other.jaxpr) and all(map(_equal, one.consts, other.consts))
 
 
 def _equal(a: ArrayLike, b: ArrayLike) -> bool:
