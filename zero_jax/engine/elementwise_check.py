@@ -11,7 +11,7 @@ Nothing is run and nothing is communicated.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -119,11 +119,6 @@ def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
 
 def _require_same(full: jex.ClosedJaxpr, piece: jex.ClosedJaxpr) -> None:
     """Raises `_ShardDiffersError` if results for shards are not shards of those for full leaves."""
-    sizes = {(len(p.eqns), len(p.invars), len(p.constvars)) for p in (full.jaxpr, piece.jaxpr)}
-    if len(sizes) > 1:
-        pairs = zip(full.jaxpr.eqns, piece.jaxpr.eqns, strict=False)
-        first = [a for a, b in pairs if a.primitive is not b.primitive][:1]
-        raise _ShardDiffersError("its program depends on the shape of a shard", *first)
     results = _SideBySide(piece).run(full, piece.jaxpr.invars)
     if not _are_same(results, piece.jaxpr.outvars):
         raise _ShardDiffersError("it returns other values on a shard")
@@ -143,15 +138,14 @@ class _SideBySide(Walk[Atom]):
         return atom
 
     def constant(self, atom: Atom, value: ArrayLike) -> Atom:
-        other, shard = next(self._constants)
+        other, shard = next(self._constants, (atom, ()))
         if value is not shard and not np.array_equal(value, shard):
             raise _ShardDiffersError("it contains another constant on a shard")
         return other
 
     def equation(self, eqn: jex.JaxprEqn, values: list[Atom]) -> Sequence[Atom]:
-        other, name = next(self._eqns), eqn.primitive.name
-        same = eqn.primitive is other.primitive and _settings(eqn) == _settings(other)
-        if not same or not _are_same(values, other.invars):
+        other, name = next(self._eqns, None), eqn.primitive.name
+        if not (other and _settings(eqn) == _settings(other) and _are_same(values, other.invars)):
             raise _ShardDiffersError(f"its {name} is another operation on a shard", eqn)
         try:
             for pair in zip(_bodies(eqn), _bodies(other), strict=True):
@@ -183,11 +177,12 @@ def _bodies(eqn: jex.JaxprEqn) -> list[jex.ClosedJaxpr]:
     return [*(body for body, _ in jaxprs.bodies(eqn)), *ends]
 
 
-def _settings(eqn: jex.JaxprEqn) -> dict[str, str | int]:
-    """Returns an equation's parameters except for shapes, which its atoms have, and functions."""
+def _settings(eqn: jex.JaxprEqn) -> tuple[str, Mapping[str, object]]:
+    """Returns an operation's name, and its parameters except for shapes and functions."""
     if _bodies(eqn):
-        return {k: v for k, v in eqn.params.items() if isinstance(v, int)}
-    return {k: str(v) for k, v in eqn.params.items() if k not in ("shape", "new_sizes")}
+        return eqn.primitive.name, {k: v for k, v in eqn.params.items() if isinstance(v, int)}
+    params = {k: str(v) for k, v in eqn.params.items() if k not in ("shape", "new_sizes")}
+    return eqn.primitive.name, params
 
 
 def _keeps_shards(full: jex.JaxprEqn, piece: jex.JaxprEqn) -> bool:

@@ -1,6 +1,5 @@
 """Gradient accumulation over micro-batches, and the keys and rows of each."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -75,10 +74,10 @@ def fold_keys(extras: PyTree, index: jax.Array) -> PyTree:
         typed = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         if not typed:
             return x
-        fold = functools.partial(jax.random.fold_in, data=index)
+        fold = jax.random.fold_in
         for _ in range(x.ndim):
-            fold = jax.vmap(fold)
-        return fold(x)
+            fold = jax.vmap(fold, (0, None))
+        return fold(x, index)
 
     return jax.tree.map(one, extras)
 

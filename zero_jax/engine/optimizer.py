@@ -53,10 +53,7 @@ class ZeroState(NamedTuple):
         inner = self.inner.inner if isinstance(self.inner, LowBitState) else self.inner
         if name in getattr(inner, "_fields", ()):
             return getattr(inner, name)
-        raise AttributeError(
-            f"ZeroState and the state that it wraps, a {type(inner).__name__}, have no attribute "
-            f"{name!r}"
-        )
+        raise AttributeError(f"no attribute {name!r}: a ZeroState of {type(inner).__name__}")
 
 
 class ZeroTransform(optax.GradientTransformationExtraArgs):
@@ -246,17 +243,14 @@ class ZeroTransform(optax.GradientTransformationExtraArgs):
         self, trees: Trees, finite: jax.Array | bool, extra: dict[str, PyTree], apply: bool
     ) -> tuple[PyTree, PyTree]:
         """Returns (updates, state) from full arrays, or with `apply` (parameters, state)."""
-
-        def update(
-            grads: PyTree, state: PyTree, params: PyTree, extra: PyTree
-        ) -> tuple[PyTree, PyTree]:
-            return self.inner.update(grads, state, params, **extra)
-
-        grads, state, params, extra = full = layout.unpad((*trees, extra))
+        grads, state, params, _ = full = layout.unpad((*trees, extra))
         like = grads if params is None else params
         cuts = self.config.splitter(like)
         known = [*cuts, *state_partitions(state, like, cuts), *(cuts if params is not None else ())]
-        updates, new = matrix_updates.run(update, full, known, self.config.mesh)
+        updates, new = matrix_updates.run(
+            lambda grads, state, params, extra: self.inner.update(grads, state, params, **extra),
+            *(full, known, self.config.mesh),
+        )
         check_updates(grads, updates)
         settle = functools.partial(unless_skipped, finite)
         updates, new = jax.tree.map(settle, updates), jax.tree.map(settle, new, state)

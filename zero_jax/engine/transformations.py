@@ -30,10 +30,21 @@ def check_updates(grads: PyTree, updates: PyTree) -> None:
 
 def without_frozen(
     tx: optax.GradientTransformation, frozen: Frozen
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Returns the transformation on trained leaves only: others get no state and no update.
 
-    Its state has the same structure before and after every update.
+    Its state has one structure. That of `optax.monitor` has no measurements before the first
+    update. A step is one program that donates its state, keeps it where gradients are not finite,
+    and restores it from a checkpoint, so such a state starts with the leaves that it has after an
+    update, and zeros.
+
+    Raises:
+      ValueError: By `init`, if the first update computes something else than later ones, or loses
+        leaves. By `update`, if it raises an error itself, or changes the structure of its state.
+
+    >>> tx = without_frozen(optax.monitor({"norm": optax.tree.norm}), None)
+    >>> float(tx.init({"w": jnp.ones(4)}).measurements["norm"])
+    0.0
     """
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
@@ -45,21 +56,23 @@ def without_frozen(
     masked = optax.masked(tx, trained)
 
     def pick(tree: PyTree) -> optax.GradientTransformationExtraArgs:
-        return optax.with_extra_args_support(
-            masked if any(paths.frozen_leaves(tree, frozen)) else tx
-        )
+        # Without frozen leaves the state is exactly that of the user's own transformation.
+        own = masked if any(paths.frozen_leaves(tree, frozen)) else tx
+        return optax.with_extra_args_support(own)
 
     def init(params: PyTree) -> PyTree:
         # optax itself promotes: under JAX_NUMPY_DTYPE_PROMOTION=strict optax.adam raises.
         with jax.numpy_dtype_promotion("standard"):
-            return pick(params).init(params)
+            own = pick(params)
+            state = jax.tree.map(jnp.asarray, own.init(params))  # a leaf may be a Python number
+            return _with_all_leaves(own, state, params)
 
     def update(
         grads: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree
     ) -> tuple[PyTree, PyTree]:
         try:
             with jax.numpy_dtype_promotion("standard"):
-                return pick(grads).update(grads, state, params, **extra)
+                updates, new = pick(grads).update(grads, state, params, **extra)
         except _ERRORS as error:
             given = ", ".join(["gradients", "state", "parameters", *extra])
             raise ValueError(
@@ -70,64 +83,6 @@ def without_frozen(
                 "passes no arrays. Write the step yourself: gradients from "
                 "zero.value_and_grad(loss_fn), then tx.update(grads, opt_state, params, ...)"
             ) from error
-
-    # Without frozen leaves the state is exactly that of the user's own transformation.
-    return with_one_structure(optax.GradientTransformationExtraArgs(init, update))
-
-
-def with_one_structure(
-    tx: optax.GradientTransformationExtraArgs,
-) -> optax.GradientTransformationExtraArgs:
-    """Returns the transformation with one structure of its state before and after every update.
-
-    The state of `optax.monitor` has no measurements before the first update. A step is one program
-    that donates its state, keeps it where gradients are not finite, and restores it from a
-    checkpoint, so such a state starts with the leaves that it has after an update, and zeros.
-
-    Raises:
-      ValueError: The first update computes something else than later ones, or loses leaves.
-
-    >>> tx = with_one_structure(optax.monitor({"norm": optax.tree.norm}))
-    >>> float(tx.init({"w": jnp.ones(4)}).measurements["norm"])
-    0.0
-    """
-
-    def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        return tx.update(grads, state, params, value=jnp.float32(1.0))
-
-    def init(params: PyTree) -> PyTree:
-        state = jax.tree.map(jnp.asarray, tx.init(params))  # a leaf may be a Python number
-        like, old = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
-        try:
-            new = jax.eval_shape(run, like, old, like)[1]
-        except (*_ERRORS, NameError):  # it needs other arguments, and checks its state when it runs
-            return state
-        if _alike(old, new):
-            return state
-        # Not `jnp.zeros`: a leaf may be a typed key.
-        leaves = zip(_keys(new), jax.tree.leaves(new), strict=True)
-        zeros = {key: jax.lax.full(x.shape, 0, x.dtype) for key, x in leaves}
-
-        def begun(state: PyTree) -> PyTree:
-            known = zeros | dict(zip(_keys(old), jax.tree.leaves(state), strict=True))
-            return jax.tree.unflatten(jax.tree.structure(new), [known[key] for key in zeros])
-
-        def later(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            return run(grads, begun(state), params)
-
-        programs = (jax.make_jaxpr(f)(like, old, like) for f in (run, later))
-        if not zeros.keys() >= set(_keys(old)) or not _same(*programs):
-            raise ValueError(
-                "`tx` changes the structure of its state at the first update, which computes "
-                f"something else than later ones: {_difference(old, new)}. A step is one program "
-                "with one structure: return all leaves from `init`"
-            )
-        return begun(state)
-
-    def update(
-        grads: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree
-    ) -> tuple[PyTree, PyTree]:
-        updates, new = tx.update(grads, state, params, **extra)
         if not _alike(state, new):
             raise ValueError(
                 f"`tx` changes the structure of its state in `update`: {_difference(state, new)}. "
@@ -138,6 +93,46 @@ def with_one_structure(
         return updates, new
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _with_all_leaves(
+    tx: optax.GradientTransformationExtraArgs, state: PyTree, params: PyTree
+) -> PyTree:
+    """Returns an initial state with the leaves that it has after an update.
+
+    Raises:
+      ValueError: The first update computes something else than later ones, or loses leaves.
+    """
+
+    def run(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        return tx.update(grads, state, params, value=jnp.float32(1.0))
+
+    like, old = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
+    try:
+        new = jax.eval_shape(run, like, old, like)[1]
+    except (*_ERRORS, NameError):  # it needs other arguments, and `update` checks its state
+        return state
+    if _alike(old, new):
+        return state
+    # Not `jnp.zeros`: a leaf may be a typed key.
+    leaves = zip(_keys(new), jax.tree.leaves(new), strict=True)
+    zeros = {key: jax.lax.full(x.shape, 0, x.dtype) for key, x in leaves}
+
+    def begun(state: PyTree) -> PyTree:
+        known = zeros | dict(zip(_keys(old), jax.tree.leaves(state), strict=True))
+        return jax.tree.unflatten(jax.tree.structure(new), [known[key] for key in zeros])
+
+    def later(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        return run(grads, begun(state), params)
+
+    programs = (jax.make_jaxpr(f)(like, old, like) for f in (run, later))
+    if not zeros.keys() >= set(_keys(old)) or not _same(*programs):
+        raise ValueError(
+            "`tx` changes the structure of its state at the first update, which computes "
+            f"something else than later ones: {_difference(old, new)}. A step is one program "
+            "with one structure: return all leaves from `init`"
+        )
+    return begun(state)
 
 
 def _same(*programs: jex.ClosedJaxpr) -> bool:
