@@ -106,7 +106,13 @@ def larger(scales: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
     return (parts[0] | parts[1]).astype(jnp.uint16)
 
 
-def encode(x: jax.Array, scales: jax.Array, dim: int, noise: jax.Array) -> jax.Array:
+def encode(
+    x: jax.Array,
+    scales: jax.Array,
+    dim: int,
+    noise: jax.Array,
+    start: int | jax.Array | None = None,
+) -> jax.Array:
     """Encodes fp32 as uint8 codes of the same shape.
 
     Args:
@@ -114,6 +120,8 @@ def encode(x: jax.Array, scales: jax.Array, dim: int, noise: jax.Array) -> jax.A
       scales: The scales of its blocks.
       dim: The dim of the blocks.
       noise: uint32 of the same shape, uniform: decides the rounding.
+      start: If x begins within a block, where it begins in the leaf. `scales` are then those of the
+        leaf's dim.
 
     >>> x = jnp.array([0.0, 1.0, -0.5])
     >>> encode(x, scales_of(x, 0), 0, jnp.zeros(3, jnp.uint32))
@@ -121,7 +129,7 @@ def encode(x: jax.Array, scales: jax.Array, dim: int, noise: jax.Array) -> jax.A
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     magnitude, negative = bits & 0x7FFFFFFF, (bits >> 31).astype(jnp.int32)
-    each = _to_each(scales, dim, x.shape)
+    each = _to_each(scales, dim, x.shape, start)
     signed, lowest = each >= _SIGN, _lowest(each)
     least = jnp.where(signed, 0, jnp.maximum(1, _OCTAVE - lowest))  # no subnormal float
     infinity, nan = _not_finite(signed)
@@ -132,14 +140,16 @@ def encode(x: jax.Array, scales: jax.Array, dim: int, noise: jax.Array) -> jax.A
     return jnp.where(magnitude > 0, code, 0).astype(jnp.uint8)
 
 
-def decode(codes: jax.Array, scales: jax.Array, dim: int) -> jax.Array:
+def decode(
+    codes: jax.Array, scales: jax.Array, dim: int, start: int | jax.Array | None = None
+) -> jax.Array:
     """Decodes the codes of `encode` to fp32.
 
     >>> x = jnp.array([0.0, 1.0, -0.5])
     >>> decode(encode(x, scales_of(x, 0), 0, jnp.zeros(3, jnp.uint32)), scales_of(x, 0), 0)
     Array([ 0. ,  1. , -0.5], dtype=float32)
     """
-    each = _to_each(scales, dim, codes.shape)
+    each = _to_each(scales, dim, codes.shape, start)
     code, signed = codes.astype(jnp.int32), each >= _SIGN
     magnitude = jnp.where(signed, code & 127, code)
     bits = magnitude + _lowest(each)
@@ -172,9 +182,14 @@ def _largest(x: jax.Array, dim: int) -> jax.Array:
     return apart.max(axis=dim + 1)
 
 
-def _to_each(scales: jax.Array, dim: int, shape: tuple[int, ...]) -> jax.Array:
+def _to_each(
+    scales: jax.Array, dim: int, shape: tuple[int, ...], start: int | jax.Array | None
+) -> jax.Array:
     """Returns the scale of each element, int32."""
-    apart = jnp.expand_dims(scales.astype(jnp.int32), dim + 1)
+    wide = scales.astype(jnp.int32)
+    if start is not None:  # beyond the last block is padding, which is zero
+        return jnp.take(wide, (start + jnp.arange(shape[dim])) // BLOCK, dim, mode="clip")
+    apart = jnp.expand_dims(wide, dim + 1)
     apart = jnp.broadcast_to(apart, (*apart.shape[: dim + 1], BLOCK, *apart.shape[dim + 2 :]))
     joined = apart.reshape(*shape[:dim], scales.shape[dim] * BLOCK, *shape[dim + 1 :])
     return jax.lax.slice_in_dim(joined, 0, shape[dim], axis=dim)

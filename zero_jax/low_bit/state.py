@@ -206,13 +206,14 @@ def _is_low_bit(node: PyTree) -> bool:
 
 def splits_of(state: PyTree, params: PyTree, param_splits: Sequence[Partition]) -> list[Partition]:
     """Returns the partition of each state leaf, as `state_partitions`, and of scales."""
-    splits, at = state_partitions(state, params, param_splits), 0
-    for node in jax.tree.leaves(state, is_leaf=_is_low_bit):
-        if _is_low_bit(node):
-            inner = zip(splits[at : at + len(node.seeds)], node.seeds, strict=True)
-            coded = [cut for cut, seed in inner if seed is not None][: len(node.scales)]
-            at += len(node.seeds)
-            splits[at : at + len(coded)] = map(scales_split, coded)
-            at += len(coded)
-        at += 1  # a leaf in fp32, or the counter
-    return splits
+
+    def with_scales(node: PyTree) -> PyTree:
+        if not _is_low_bit(node) or not node.scales:
+            return node
+        pairs = zip(jax.tree.leaves(node.inner), node.seeds, strict=True)
+        scales = tuple(scales_split(cut) for cut, seed in pairs if seed is not None)
+        return dataclasses.replace(node, scales=scales)
+
+    splits = state_partitions(state, params, param_splits)
+    tree = jax.tree.unflatten(jax.tree.structure(state), splits)
+    return jax.tree.leaves(jax.tree.map(with_scales, tree, is_leaf=_is_low_bit))

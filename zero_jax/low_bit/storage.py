@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +19,20 @@ Starts = Sequence[int | jax.Array]  # where a piece begins in the leaf
 class Coding:
     """How a leaf is stored.
 
+    Where blocks span devices, each device stores the scales of their dim. One all-reduce of two
+    numbers per scale makes them; no element is sent.
+
     Attributes:
       shape: The leaf's full shape.
       kind: "8bit" or "bf16".
       seed: Determines its rounding.
+      axis: The mesh axes that its blocks span, for use inside `shard_map`, or None.
     """
 
     shape: tuple[int, ...]
     kind: str
     seed: int
+    axis: Axis | None = None
 
     @property
     def block_dim(self) -> int | None:
@@ -44,7 +48,8 @@ class Coding:
         """
         if self.block_dim is None:
             return parts[0].astype(jnp.float32)
-        return codes.decode(parts[0], parts[1], self.block_dim)
+        start = None if self.axis is None else starts[self.block_dim]
+        return codes.decode(parts[0], parts[1], self.block_dim, start)
 
     def encode(self, piece: jax.Array, starts: Starts, step: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the codes of a piece, and their scales if there are any.
@@ -58,67 +63,33 @@ class Coding:
         noise = codes.noise(piece.shape, starts, self.shape, self.seed, step)
         if self.block_dim is None:
             return (codes.to_bfloat16(piece, noise),)
-        scales = codes.scales_of(piece, self.block_dim)
-        return codes.encode(piece, scales, self.block_dim, noise), scales
+        if self.axis is None:
+            start, scales = None, codes.scales_of(piece, self.block_dim)
+        else:
+            start = starts[self.block_dim]
+            scales = _shared_scales(piece, start, self.block_dim, self.shape, self.axis)
+        return codes.encode(piece, scales, self.block_dim, noise, start), scales
 
 
-@dataclasses.dataclass(frozen=True)
-class SpanningCoding(Coding):
-    """The storage of a leaf whose blocks span devices; each device stores the dim's scales.
+def _shared_scales(
+    piece: jax.Array, start: int | jax.Array, dim: int, full_shape: tuple[int, ...], axis: Axis
+) -> jax.Array:
+    """Returns all scales of a dim, of which a device has the elements from `start` on."""
+    count, parts = codes.scales_shape(full_shape)[dim], -(-piece.shape[dim] // codes.BLOCK) + 1
 
-    A device's first block begins before its shard. One all-reduce of two numbers per scale makes
-    the scales; no element is sent. Runs inside `shard_map`.
+    def zeros(size: int, dtype: jnp.dtype) -> jax.Array:
+        return jnp.zeros((*piece.shape[:dim], size, *piece.shape[dim + 1 :]), dtype)
 
-    Attributes:
-      axis: The mesh axes that the dim of the blocks is sharded over.
-    """
-
-    axis: Axis
-
-    def decode(self, parts: Sequence[jax.Array], starts: Starts) -> jax.Array:
-        dim, size = self._dim, parts[0].shape[self._dim]
-        first, before = starts[dim] // codes.BLOCK, starts[dim] % codes.BLOCK
-        aligned = self._aligned(parts[0], before)
-        decoded = codes.decode(aligned, self._local(parts[1], aligned, first), dim)
-        return jax.lax.dynamic_slice_in_dim(decoded, before, size, dim)
-
-    def encode(self, piece: jax.Array, starts: Starts, step: jax.Array) -> tuple[jax.Array, ...]:
-        dim, size = self._dim, piece.shape[self._dim]
-        first, before = starts[dim] // codes.BLOCK, starts[dim] % codes.BLOCK
-        piece = codes.without_padding(piece, starts, self.shape)
-        aligned = self._aligned(piece, before)
-        begins = [*starts[:dim], first * codes.BLOCK, *starts[dim + 1 :]]
-        noise = codes.noise(aligned.shape, begins, self.shape, self.seed, step)
-        local = codes.scales_of(aligned, dim)
-        blocks = codes.scales_shape(self.shape)[dim]
-        none = jnp.zeros((*local.shape[:dim], blocks, *local.shape[dim + 1 :]), local.dtype)
-        none = self._with_room(none, aligned)
-        parts = jax.lax.dynamic_update_slice_in_dim(none, local, first, dim)
-        scales = codes.larger(jax.lax.slice_in_dim(parts, 0, blocks, axis=dim), self.axis)
-        encoded = codes.encode(aligned, self._local(scales, aligned, first), dim, noise)
-        return jax.lax.dynamic_slice_in_dim(encoded, before, size, dim), scales
-
-    @property
-    def _dim(self) -> int:
-        return codes.block_dim(self.shape)
-
-    def _aligned(self, piece: jax.Array, before: int | jax.Array) -> jax.Array:
-        """Returns a piece with zeros before and after it, of full blocks."""
-        shape = list(piece.shape)
-        shape[self._dim] = (-(-shape[self._dim] // codes.BLOCK) + 1) * codes.BLOCK
-        empty = jnp.zeros(shape, piece.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(empty, piece, before, self._dim)
-
-    def _local(self, scales: jax.Array, aligned: jax.Array, first: int | jax.Array) -> jax.Array:
-        """Returns the scales of a piece, out of those of the dim."""
-        blocks = aligned.shape[self._dim] // codes.BLOCK
-        room = self._with_room(scales, aligned)
-        return jax.lax.dynamic_slice_in_dim(room, first, blocks, self._dim)
-
-    def _with_room(self, scales: jax.Array, aligned: jax.Array) -> jax.Array:
-        """Pads scales: a slice that exceeds them would begin earlier."""
-        more = aligned.shape[self._dim] // codes.BLOCK
-        return jnp.pad(scales, [(0, more * (d == self._dim)) for d in range(scales.ndim)])
+    # A device's first block begins before its shard.
+    aligned = jax.lax.dynamic_update_slice_in_dim(
+        zeros(parts * codes.BLOCK, piece.dtype), piece, start % codes.BLOCK, dim
+    )
+    scales = codes.scales_of(aligned, dim)
+    # With room for all parts: an update that exceeds the array would begin earlier.
+    known = jax.lax.dynamic_update_slice_in_dim(
+        zeros(count + parts, scales.dtype), scales, start // codes.BLOCK, dim
+    )
+    return codes.larger(jax.lax.slice_in_dim(known, 0, count, axis=dim), axis)
 
 
 def on_devices(coding: Coding, split: Partition) -> Coding:
@@ -126,7 +97,7 @@ def on_devices(coding: Coding, split: Partition) -> Coding:
     if coding.block_dim is None or not blocks_span(split):
         return coding
     spec = [*split.stored_spec, *[None] * len(split.shape)]
-    return SpanningCoding(coding.shape, coding.kind, coding.seed, spec[coding.block_dim])
+    return dataclasses.replace(coding, axis=spec[coding.block_dim])
 
 
 def blocks_span(cut: Partition) -> bool:
@@ -150,27 +121,6 @@ def scales_split(split: Partition) -> Partition:
     return dataclasses.replace(split, shape=shape, dim=dims[0], model=dims[1])
 
 
-class Blocks(NamedTuple):
-    """The units of pieces: elements, or blocks along `dim` with their scales."""
-
-    dim: int = 0
-    length: int = 1
-    scales: int = 1
-
-
-def blocks_of(codings: Sequence[Coding], cut: Partition) -> Blocks:
-    """Returns the units of pieces of leaves that are updated together.
-
-    Where blocks span devices, one unit is all that a device has.
-    """
-    dim = next((coding.block_dim for coding in codings), None)
-    if dim is None:
-        return Blocks()
-    if blocks_span(cut):
-        return Blocks(dim, cut.device_shape[dim], codes.scales_shape(cut.shape)[dim])
-    return Blocks(dim, codes.BLOCK)
-
-
 def _boxes(shape: Sequence[int], most: int) -> Iterator[Box]:
     """Splits a shape into contiguous pieces of at most `most` elements: (starts, stops).
 
@@ -189,17 +139,29 @@ def _boxes(shape: Sequence[int], most: int) -> Iterator[Box]:
             yield (start, *starts), (min(start + rows, shape[0]), *stops)
 
 
-def boxes(shape: Sequence[int], most: int, blocks: Blocks) -> Iterator[tuple[Box, Box]]:
-    """Splits a shape into pieces of full blocks: the box of elements and that of scales.
+def boxes(split: Partition, most: int, coding: Coding | None) -> Iterator[tuple[Box, Box]]:
+    """Splits a shard into pieces of full blocks: the box of elements and that of scales.
 
-    >>> for box, scales in boxes((2, 5), 4, Blocks(1, 2)):
+    Where blocks span devices, a piece has all elements of a device along their dim.
+
+    Args:
+      split: The partition of the leaf.
+      most: The maximum number of elements of a piece.
+      coding: The storage of its states on a device, None if they are in fp32.
+
+    >>> for box, scales in boxes(Partition((2, 300), None, 1), 256, Coding((2, 300), "8bit", 0)):
     ...     print(box, scales)
-    ((0, 0), (1, 4)) ((0, 0), (1, 2))
-    ((0, 4), (1, 5)) ((0, 2), (1, 3))
-    ((1, 0), (2, 4)) ((1, 0), (2, 2))
-    ((1, 4), (2, 5)) ((1, 2), (2, 3))
+    ((0, 0), (1, 256)) ((0, 0), (1, 2))
+    ((0, 256), (1, 300)) ((0, 2), (1, 3))
+    ((1, 0), (2, 256)) ((1, 0), (2, 2))
+    ((1, 256), (2, 300)) ((1, 2), (2, 3))
     """
-    dim, length, scales = blocks
+    shape, length, scales = split.device_shape, 1, 1
+    dim = None if coding is None else coding.block_dim
+    if coding is not None and dim is not None:
+        length = codes.BLOCK
+        if coding.axis is not None:
+            length, scales = shape[dim], codes.scales_shape(split.shape)[dim]
 
     def times(position: Sequence[int], factor: int) -> tuple[int, ...]:
         return tuple(n * factor if d == dim else n for d, n in enumerate(position))

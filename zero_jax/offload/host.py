@@ -35,7 +35,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from zero_jax.collectives.precision import unless_skipped
 from zero_jax.low_bit.state import FP32, LowBitState
-from zero_jax.low_bit.storage import Coding, blocks_of, boxes, on_devices, scales_split
+from zero_jax.low_bit.storage import Coding, boxes, on_devices, scales_split
 from zero_jax.names import nearest
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.layout import Partition, Partitioner, mirrors, state_partitions
@@ -543,7 +543,7 @@ class _StreamedLeaf:
             empty = jnp.zeros(self.split.shape, update.dtypes[at])
             self.arrays[self.target, 0] = _stored(empty, self.split, update.mesh)
         self._codings = {i: on_devices(codings[i], self.split) for i in numbers if i in codings}
-        self._blocks = blocks_of(list(self._codings.values()), self.split)
+        self._coding = next(iter(self._codings.values()), None)  # the others have equal blocks
         self._on_host = {key for key, x in self.arrays.items() if is_on_host(x)}
         # Concatenated from its pieces at the end: XLA writes a piece in place where it computes it,
         # but codes are in memory before, and it would copy the whole array for each piece.
@@ -563,7 +563,7 @@ class _StreamedLeaf:
         offsets = [0 if axis is None else jax.lax.axis_index(axis) * n for axis, n in pairs]
         most = max(1, piece_bytes // self.bytes)
         joined: dict[Key, list[tuple[tuple[int, ...], jax.Array]]] = {}
-        for places in boxes(self.split.device_shape, most, self._blocks):
+        for places in boxes(self.split, most, self._coding):
             if before is not None:  # reads of this leaf follow all stores to leaf `before`
                 both = [before] if before == at else [before, at]
                 tied = jax.lax.optimization_barrier([arrays[i] for i in both])
@@ -589,8 +589,9 @@ class _StreamedLeaf:
                 mine.update(held)
             for key, piece in codes.items():
                 joined.setdefault(key, []).append((places[key[1]][0], piece))
+        dim = (self._coding and self._coding.block_dim) or 0
         for key, rows in joined.items():
-            mine[key] = _concatenated(rows, self._blocks.dim).reshape(mine[key].shape)
+            mine[key] = _concatenated(rows, dim).reshape(mine[key].shape)
 
     def _on_piece(self, pieces: Group, scalars: Arrays, starts: Sequence[int | jax.Array]) -> Group:
         """Returns the new pieces of the arrays that change, in order, given where they begin."""
