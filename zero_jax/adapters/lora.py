@@ -19,9 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from zero_jax.adapters.matrix import Dims, Matrix
+from zero_jax.adapters.matrix import Dims, Matrix, run
 from zero_jax.adapters.quantised import KINDS, Quantised, is_smaller, is_whole, named, quantise
-from zero_jax.adapters.run import run
 from zero_jax.names import unknown
 from zero_jax.sharding import paths
 from zero_jax.sharding.paths import PyTree
@@ -135,18 +134,19 @@ class Adapted:
 
     def rests(self, params: PyTree) -> PyTree:
         """Converts the model to the stored dtypes of the base."""
-        leaves = [self._rests(name, leaf) for name, leaf in paths.named_leaves(params)]
-        return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
-    def _rests(self, name: str, leaf: jax.Array) -> jax.Array | Quantised:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return leaf
-        if self.lora.base in KINDS and name in self.multiplied:
-            dim = max(self.multiplied[name].inputs, key=lambda d: leaf.shape[d])
-            # Blocks that are mostly padding would take more than they save.
-            if is_smaller(self.lora.base, leaf.shape[dim]):
-                return quantise(leaf, self.lora.base, dim)
-        return leaf.astype(_FLOATS.get(self.lora.base, jnp.bfloat16))
+        def one(name: str, leaf: jax.Array) -> jax.Array | Quantised:
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                return leaf
+            if self.lora.base in KINDS and name in self.multiplied:
+                dim = max(self.multiplied[name].inputs, key=lambda d: leaf.shape[d])
+                # Blocks that are mostly padding would take more than they save.
+                if is_smaller(self.lora.base, leaf.shape[dim]):
+                    return quantise(leaf, self.lora.base, dim)
+            return leaf.astype(_FLOATS.get(self.lora.base, jnp.bfloat16))
+
+        leaves = [one(name, leaf) for name, leaf in paths.named_leaves(params)]
+        return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
     def new(self, params: PyTree) -> PyTree:
         """Initialises adapters: A uniformly like `torch.nn.Linear`, B with zeros."""
@@ -212,33 +212,25 @@ def _multiplied(
         return run(closed, [*leaves, *others], lambda p, d: reads.setdefault(p, set()).add(d))
 
     jax.eval_shape(traced, shapes, batch, *extras)
-    multiplied: dict[str, Dims] = {}
-    for name in names:
-        dims = reads.get(name, set())
-        only = next(iter(dims)) if len(dims) == 1 else None
-        if only is not None and only.inputs and only.outputs:
-            multiplied[name] = only
-    return multiplied
+    return {
+        name: dims
+        for name in names
+        for dims in reads.get(name, ())
+        if len(reads[name]) == 1 and dims is not None and dims.inputs and dims.outputs
+    }
 
 
 def _targets(
     targets: str | Sequence[str], params: PyTree, multiplied: Mapping[str, Dims]
 ) -> list[str]:
-    names = [name for name, _ in paths.named_leaves(params)]
-    if targets == ALL_LINEAR:
-        if not multiplied:
-            raise ValueError(
-                f"`targets`={ALL_LINEAR!r}: the loss multiplies by none of the parameters alone, "
-                f"among them {', '.join(names[:5])}. Name them by patterns"
-            )
-        return [name for name in names if name in multiplied]
-    chosen = set[str]()
+    names, chosen = [name for name, _ in paths.named_leaves(params)], set[str]()
     for pattern in [targets] if isinstance(targets, str) else targets:
-        hit = list(itertools.compress(names, paths.matches(pattern, names, "targets")))
-        if not any(name in multiplied for name in hit):
+        found = paths.matches("" if pattern == ALL_LINEAR else pattern, names, "targets")
+        named = list(itertools.compress(names, found))
+        if multiplied.keys().isdisjoint(named):
             raise ValueError(
-                f"`targets`={pattern!r}: {hit[0]!r} is not a matrix that the model only "
+                f"`targets`={pattern!r}: {named[0]!r} is not a matrix that the model only "
                 f"multiplies by; those are {', '.join(multiplied) or 'none'}"
             )
-        chosen |= {*hit}
-    return [name for name in names if name in chosen and name in multiplied]
+        chosen.update(named)
+    return [name for name in multiplied if name in chosen]

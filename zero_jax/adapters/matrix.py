@@ -1,17 +1,22 @@
-"""An adapted matrix W + s·A·B as its parts, while a traced loss runs.
+"""Evaluates a traced loss with adapted matrices W + s·A·B, as their parts, in place of its leaves.
 
-A product with it is a product with W and two thin ones, x·W + s·(x·A)·B; the gradient of W is never
-computed. Any other operation reads the full sum.
+A product with a matrix is a product with W and two thin ones, x·W + s·(x·A)·B; the gradient of W is
+never computed. A loop over a stack of matrices loops over their parts, and slices of a stack are
+slices of the parts. Any other operation gets the full sum: always right, at a higher cost.
 
 A product sums over some dims of W (inputs) and keeps others (outputs). A and B also have the dims
 that are neither (a stack of layers, experts of a batched product):
 
   A   W's dims without its outputs, then r
   B   W's dims without its inputs, with r before the first output
+
+Each operation that reads a matrix is a `jax.checkpoint`: its backward pass saves the parts, never
+the full matrix.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.extend.core as jex
@@ -19,7 +24,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from zero_jax.adapters.quantised import Quantised
-from zero_jax.tracing import jaxpr as equations
+from zero_jax.sharding.paths import PyTree
+from zero_jax.tracing import jaxpr as jaxprs
+from zero_jax.tracing.interpreter import Evaluator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,19 +103,118 @@ class Matrix:
         return first not in dims and first != blocks
 
 
+Value = PyTree  # an array, or a `Matrix` in its place
+# Called with the path of each matrix that is read, and the dims of the product or None.
+Seen = Callable[[str, Dims | None], object]
+
+
+def run(
+    closed: jex.ClosedJaxpr, args: Sequence[Value], seen: Seen = lambda *_: None
+) -> list[Value]:
+    """Evaluates a traced loss on arrays and matrices; calls `seen` at each read of a matrix."""
+    evaluator = _Adapted(seen)
+    return evaluator.opened(evaluator.evaluate(closed, args))
+
+
+class _Adapted(Evaluator[Value]):
+    def __init__(self, seen: Seen, in_loop: bool = False):
+        super().__init__()
+        self._seen, self._in_loop = seen, in_loop
+
+    def is_replaced(self, value: Value) -> bool:
+        return isinstance(value, Matrix)
+
+    def opened(self, values: Sequence[Value]) -> list[Value]:
+        """Returns the values, with full arrays in place of matrices."""
+        for value in filter(self.is_replaced, values):
+            self._seen(value.path, None)
+        return [v.whole() if isinstance(v, Matrix) else v for v in values]
+
+    def agreed(self, values: list[Value], like: Sequence[Value]) -> list[Value]:
+        return self.opened(values)
+
+    def default(self, eqn: jex.JaxprEqn, values: list[Value]) -> Sequence[Value]:
+        if len(values) == 1 and (made := _through(eqn, values[0])) is not None:
+            return made
+        at = next(i for i, value in enumerate(values) if self.is_replaced(value))
+        if eqn.primitive.name == "dot_general" and not self.is_replaced(values[1 - at]):
+            matrix, dims = values[at], _dims_of_product(eqn, at)
+            if matrix.low is None or matrix.dims == dims:
+                self._seen(matrix.path, dims)
+                fun = lambda *pair: [_product(eqn, at, *pair)]  # noqa: E731
+                return self._again(eqn, fun, [matrix, values[1 - at]])
+        return self._again(eqn, lambda *values: self.while_loop(eqn, values), values)
+
+    def while_loop(self, eqn: jex.JaxprEqn, values: Sequence[Value]) -> Sequence[Value]:
+        return jaxprs.function(eqn)(*self.opened(values))
+
+    # Like a loop, a function with a custom gradient decides by itself what it saves.
+    custom_derivative = while_loop
+
+    def cond(self, eqn: jex.JaxprEqn, values: list[Value]) -> Sequence[Value]:
+        return self.default(eqn, values)
+
+    def remat(self, eqn: jex.JaxprEqn, values: list[Value]) -> Sequence[Value]:
+        of_gradient = eqn.params.get("differentiated")
+        return self.default(eqn, values) if of_gradient else super().remat(eqn, values)
+
+    def scan(self, eqn: jex.JaxprEqn, values: list[Value]) -> Sequence[Value]:
+        start, carried = jaxprs.state_of(eqn)
+        inputs = list(values)
+        for at, value in enumerate(values[start:], start):
+            is_sliced = at >= start + carried and self.is_replaced(value) and value.may_slice()
+            inputs[at] = value if is_sliced else self.opened([value])[0]
+        return Evaluator.scan(_Adapted(self._seen, in_loop=True), eqn, inputs)
+
+    def _again(
+        self, eqn: jex.JaxprEqn, fun: Callable[..., Sequence[Value]], values: Sequence[Value]
+    ) -> list[Value]:
+        """Runs a function in place of an equation, and again in its backward pass."""
+
+        def placed(*values: Value) -> list[Value]:
+            closed = jax.make_jaxpr(fun)(*values)
+            return jaxprs.as_function(jaxprs.as_if_from(closed, eqn))(*jax.tree.leaves(values))
+
+        again: Callable[..., list[Value]] = jax.checkpoint(placed, prevent_cse=not self._in_loop)
+        return again(*values)
+
+
+def _through(eqn: jex.JaxprEqn, matrix: Matrix) -> list[Value] | None:
+    """Returns the results of an operation if they are matrices again, else None."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "convert_element_type":
+        dtype = params["new_dtype"]
+        # A cast to 8 bits rounds more than the step's own.
+        wide = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2
+        return [dataclasses.replace(matrix, dtype=dtype)] if wide else None
+    if name in ("copy", "stop_gradient"):
+        return [jax.tree.map(jax.lax.stop_gradient, matrix) if name != "copy" else matrix]
+    elements: list[int | slice] = []
+    if name == "unstack" and params["axis"] == 0:
+        elements = [*range(matrix.shape[0])]
+    elif name == "squeeze" and tuple(params["dimensions"]) == (0,):
+        elements = [0]
+    elif name == "slice" and jaxprs.takes_elements(eqn):
+        start, stop, stride = params["start_indices"], params["limit_indices"], params["strides"]
+        elements = [slice(start[0], stop[0], stride and stride[0])]
+    if not elements or not matrix.may_slice():
+        return None
+    return [jax.tree.map(operator.itemgetter(at), matrix) for at in elements]
+
+
 # For each of two operands, the dims that a product contracts and its batch dims.
 _ProductDims = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
-def product_dims(eqn: jex.JaxprEqn, at: int) -> Dims:
+def _dims_of_product(eqn: jex.JaxprEqn, at: int) -> Dims:
     """Returns the dims of input `at` that a product sums over, and those that stay."""
     contracted, batch = (part[at] for part in eqn.params["dimension_numbers"])
-    ndim = len(equations.shape_of(eqn.invars[at]))
+    ndim = len(jaxprs.shape_of(eqn.invars[at]))
     stay = [d for d in range(ndim) if d not in (*contracted, *batch)]
     return Dims(tuple(d - ndim for d in sorted(contracted)), tuple(d - ndim for d in stay))
 
 
-def product(eqn: jex.JaxprEqn, at: int, other: jax.Array, matrix: Matrix) -> jax.Array:
+def _product(eqn: jex.JaxprEqn, at: int, matrix: Matrix, other: jax.Array) -> jax.Array:
     """Returns the product of a matrix, which is input `at` of an equation, and another array."""
     params = eqn.params
     precision = {"precision": params["precision"]}
