@@ -13,7 +13,7 @@ as the longest. Only the matrices that a device computes are full.
 import functools
 import itertools
 import math
-from collections.abc import Hashable, MutableMapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -28,36 +28,6 @@ from zero_jax.sharding.mesh import AnyMesh
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.dataflow import Dim
 from zero_jax.tracing.jaxpr import dtype_of, shape_of
-
-Env = MutableMapping[jex.Var, jax.Array]
-
-
-@dataclass(frozen=True)
-class Axes:
-    """The mesh axes over which an update is sharded.
-
-    Attributes:
-      mesh: The mesh.
-      groups: Groups of axes; `Dims` has a dim for each, which all axes of the group shard.
-    """
-
-    mesh: AnyMesh
-    groups: tuple[tuple[str, ...], ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All axes."""
-        return tuple(itertools.chain(*self.groups))
-
-    @property
-    def sizes(self) -> tuple[tuple[str, int], ...]:
-        """Each axis with its size."""
-        return tuple((name, self.mesh.shape[name]) for name in self.names)
-
-    @property
-    def devices(self) -> int:
-        """N, the number of devices that an array is sharded over."""
-        return math.prod(size for _, size in self.sizes)
 
 
 @dataclass(frozen=True)
@@ -75,20 +45,6 @@ class Kind:
     sharded: tuple[Pieces, ...]
     results: tuple[Pieces, ...]
     counts: Load
-
-    def first(self, device: int) -> int:
-        """Returns the first matrix of a device."""
-        return sum(self.counts[:device])
-
-    def stacks(self, one: Units, env: Env) -> Arrays:
-        """Returns the sharded inputs of a region, with the matrices along dim 0, padded."""
-        pairs = zip(one.region.sharded, self.sharded, strict=True)
-        return [p.padded(env[var].reshape(one.count, *p.shape)) for var, p in pairs]
-
-    def apart(self, results: Arrays) -> list[Arrays]:
-        """Returns the results of each region."""
-        ends = itertools.accumulate((one.count for one in self.regions), initial=0)
-        return [[x[first:end] for x in results] for first, end in itertools.pairwise(ends)]
 
     def each(self, first: jax.Array, sharded: Arrays, replicated: Arrays) -> Arrays:
         """Computes the matrices of this device, from and to pieces of all devices.
@@ -121,53 +77,54 @@ _Alike = tuple[tuple[Pieces, ...], tuple[Pieces, ...], Hashable]
 
 
 class Exchange:
-    """Regions that run together.
+    """Regions that run together: a function of the values of `reads` to those of `results`.
 
     Args:
       regions: The regions, taken apart, independent of each other.
       program: The update, with the partition of its values.
-      axes: The mesh axes.
+      mesh: The mesh.
+      groups: The groups of mesh axes over which `program` has sharded dims.
 
     Attributes:
       kinds: The kinds of matrices, with the number that each device has.
+      reads: The inputs of the regions, of one after the other.
+      results: Their results.
     """
 
-    def __init__(self, regions: Sequence[Units], program: ShardedProgram, axes: Axes):
-        self._axes, self._program = axes, program
-        groups: dict[_Alike, list[Units]] = {}
+    def __init__(
+        self,
+        regions: Sequence[Units],
+        program: ShardedProgram,
+        mesh: AnyMesh,
+        groups: Sequence[tuple[str, ...]],
+    ):
+        self._mesh, self._groups, self._program = mesh, groups, program
+        self._axes = tuple(itertools.chain(*groups))
+        alike: dict[_Alike, list[Units]] = {}
         for one in regions:
             sides = zip((one.region.sharded, one.region.results), one.stacks, strict=True)
             sharded, results = (tuple(map(self._pieces, *side)) for side in sides)
-            alike = sharded, results, (one.region.replicated, one.program)
-            groups.setdefault(alike, []).append(one)
-        costs = [(sum(one.count for one in group), group[0].flops) for group in groups.values()]
-        self._loads = assign(costs, axes.devices)
+            key = sharded, results, (one.region.replicated, one.program)
+            alike.setdefault(key, []).append(one)
+        costs = [(sum(one.count for one in group), group[0].flops) for group in alike.values()]
+        loads = assign(costs, math.prod(mesh.shape[name] for name in self._axes))
         self.kinds = [
             Kind(group, sharded, results, counts)
             for ((sharded, results, _), group), counts in zip(
-                groups.items(), zip(*self._loads, strict=True), strict=True
+                alike.items(), zip(*loads, strict=True), strict=True
             )
         ]
-        self._there = RowLayout([kind.sharded for kind in self.kinds], self._loads)
-        self._back = RowLayout([kind.results for kind in self.kinds], self._loads)
+        self._loads, kinds = loads, list(enumerate(self.kinds))
+        self._there = RowLayout([(at, p) for at, kind in kinds for p in kind.sharded], loads)
+        self._back = RowLayout([(at, p) for at, kind in kinds for p in kind.results], loads)
+        self._regions = [(kind, one) for kind in self.kinds for one in kind.regions]
+        self.reads = [v for _, one in self._regions for v in one.region.closed.jaxpr.invars]
+        self.results = [v for _, one in self._regions for v in one.region.results]
 
     @property
     def sent(self) -> int:
         """Elements that a device sends: a row to each device, in each direction."""
         return len(self._loads) * (self._there.length + self._back.length)
-
-    @property
-    def traced(self) -> jex.ClosedJaxpr:
-        """The exchange as a jaxpr of the inputs of its regions."""
-        regions = [one.region for kind in self.kinds for one in kind.regions]
-        read = [v for region in regions for v in region.closed.jaxpr.invars]
-
-        def run(*values: jax.Array) -> list[jax.Array]:
-            env: Env = dict(zip(read, values, strict=True))
-            self(env)
-            return [env[v] for region in regions for v in region.results]
-
-        return jax.make_jaxpr(run)(*(v.aval for v in read))
 
     def _pieces(self, var: jex.Var, stack: Dim) -> Pieces:
         """Returns the partition of a value over all axes.
@@ -180,63 +137,72 @@ class Exchange:
         longest = max(kept, key=shape.__getitem__, default=None)
         first = next((d for d in sharded if d is not None), longest)
         axes: dict[Dim, list[str]] = {}
-        for names, d in zip(self._axes.groups, sharded, strict=True):
+        for names, d in zip(self._groups, sharded, strict=True):
             axes.setdefault(first if d is None else d, []).extend(names)
         # A number for each matrix is padded to one for each device.
-        over = tuple(tuple(axes.get(d, ())) for d in kept) or (self._axes.names,)
+        over = tuple(tuple(axes.get(d, ())) for d in kept) or (self._axes,)
         matrix = tuple(shape[d] for d in kept) or (1,)
-        return Pieces(matrix, dtype_of(var), over, self._axes.sizes)
+        sizes = tuple((name, self._mesh.shape[name]) for name in self._axes)
+        return Pieces(matrix, dtype_of(var), over, sizes)
 
-    def __call__(self, env: Env) -> None:
-        """Runs the regions on the values of variables, and adds their results."""
-        kinds = self.kinds
-        in_specs = [[[p.stack_spec for p in kind.sharded]] * len(kind.regions) for kind in kinds]
-        out_specs = [[[p.stack_spec for p in kind.results]] * len(kind.regions) for kind in kinds]
+    def __call__(self, *values: jax.Array) -> list[jax.Array]:
+        env, regions = dict(zip(self.reads, values, strict=True)), self._regions
+        in_specs = [[p.stack_spec for p in kind.sharded] for kind, _ in regions]
+        out_specs = [[p.stack_spec for p in kind.results] for kind, _ in regions]
         mapped = jax.shard_map(
             self._on_device,
-            mesh=self._axes.mesh,
+            mesh=self._mesh,
             in_specs=(in_specs, PartitionSpec()),
             out_specs=out_specs,
-            axis_names=set(self._axes.names),
+            axis_names=set(self._axes),
             check_vma=False,
         )
-        sharded = [[kind.stacks(one, env) for one in kind.regions] for kind in kinds]
-        replicated = [[env[v] for v in kind.regions[0].region.replicated] for kind in kinds]
-        for kind, parts in zip(kinds, mapped(sharded, replicated), strict=True):
-            for one, arrays in zip(kind.regions, parts, strict=True):
-                results = zip(one.region.results, one.stacks[1], kind.results, arrays, strict=True)
-                for var, stack, p, x in results:
-                    env[var] = jnp.moveaxis(p.stripped(x), 0, stack or 0).reshape(shape_of(var))
+        sharded = []
+        for kind, one in regions:
+            pairs = zip(one.region.sharded, kind.sharded, strict=True)
+            sharded.append([p.padded(env[v].reshape(one.count, *p.shape)) for v, p in pairs])
+        replicated = [[env[v] for v in kind.regions[0].region.replicated] for kind in self.kinds]
+        made = []
+        for (kind, one), arrays in zip(regions, mapped(sharded, replicated), strict=True):
+            results = zip(one.region.results, one.stacks[1], kind.results, arrays, strict=True)
+            for var, stack, p, x in results:
+                made.append(jnp.moveaxis(p.stripped(x), 0, stack or 0).reshape(shape_of(var)))
+        return made
 
-    def _on_device(
-        self, sharded: list[list[Arrays]], replicated: list[Arrays]
-    ) -> list[list[Arrays]]:
+    def _on_device(self, sharded: list[Arrays], replicated: list[Arrays]) -> list[Arrays]:
         """Computes all matrices, each on its assigned device.
 
         Args:
-          sharded: For each kind and region, this device's pieces of its matrices, stacked.
+          sharded: For each region, this device's pieces of its matrices, stacked.
           replicated: For each kind, the inputs that each device has in full.
 
         Returns:
           This device's pieces of the results, like `sharded`.
         """
-        kinds, loads, axes = self.kinds, self._loads, self._axes.names
-        joined = [[jnp.concatenate(x) for x in zip(*parts, strict=True)] for parts in sharded]
+        kinds, loads, axes, regions = self.kinds, self._loads, self._axes, iter(sharded)
+        parts = [list(itertools.islice(regions, len(kind.regions))) for kind in kinds]
+        joined = [jnp.concatenate(x) for arrays in parts for x in zip(*arrays, strict=True)]
         received = _to_all(self._there.sent(joined), axes)
         me = jax.lax.axis_index(axes)
-        firsts = [jnp.asarray([k.first(o) for o in range(len(loads))])[me] for k in kinds]
+        firsts = [jnp.asarray(first)[me] for first in self._there.firsts]
 
         def work(load: Load, received: Rows) -> Rows:
-            pieces = self._there.received(received, load)
-            parts = zip(kinds, firsts, pieces, replicated, strict=True)
-            return self._back.answered([kind.each(at, x, same) for kind, at, x, same in parts])
+            pieces, results = iter(self._there.received(received, load)), list[jax.Array]()
+            for kind, first, same in zip(kinds, firsts, replicated, strict=True):
+                results += kind.each(first, [next(pieces) for _ in kind.sharded], same)
+            return self._back.answered(results)
 
         # Devices with equal numbers of each kind run the same program.
         alike = sorted(set(loads))
         branches = [functools.partial(work, load) for load in alike]
         which = jnp.asarray([alike.index(load) for load in loads])[me]
         rows = _to_all(jax.lax.switch(which, branches, received), axes)
-        return [kind.apart(x) for kind, x in zip(kinds, self._back.returned(rows), strict=True)]
+        pieces, apart = iter(self._back.returned(rows)), list[Arrays]()
+        for kind in kinds:
+            arrays = [next(pieces) for _ in kind.results]
+            ends = itertools.accumulate((one.count for one in kind.regions), initial=0)
+            apart += [[x[first:end] for x in arrays] for first, end in itertools.pairwise(ends)]
+        return apart
 
 
 def _to_all(rows: Rows, axes: tuple[str, ...]) -> Rows:

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -44,8 +43,7 @@ class Pieces:
     @property
     def piece(self) -> tuple[int, ...]:
         """Shape of a device's piece of a matrix, padding included."""
-        pairs = zip(self.shape, self._over, strict=True)
-        return tuple(-(-n // math.prod(over)) for n, over in pairs)
+        return tuple(-(-n // over) for n, over in zip(self.shape, self._over, strict=True))
 
     @property
     def size(self) -> int:
@@ -58,21 +56,21 @@ class Pieces:
         return PartitionSpec(None, *(names or None for names in self.axes))
 
     @property
-    def _over(self) -> list[list[int]]:
+    def _over(self) -> list[int]:
+        """Devices that each dim is sharded over."""
         sizes = dict(self.sizes)
-        return [[sizes[name] for name in names] for names in self.axes]
+        return [math.prod(sizes[name] for name in names) for names in self.axes]
 
     @property
     def _padded(self) -> list[int]:
-        pairs = zip(self.piece, self._over, strict=True)
-        return [n * math.prod(over) for n, over in pairs]
+        return [n * over for n, over in zip(self.piece, self._over, strict=True)]
 
     @property
-    def _order(self) -> list[int]:
-        """Permutation of (devices by axis, piece by dim) that groups them by dim."""
+    def _apart(self) -> tuple[list[int], list[int]]:
+        """Returns the shape (devices by axis, piece by dim), and its order that groups by dim."""
         at = {name: i for i, (name, _) in enumerate(self.sizes)}
         together = ((*(at[n] for n in names), len(at) + d) for d, names in enumerate(self.axes))
-        return list(itertools.chain(*together))
+        return [*(n for _, n in self.sizes), *self.piece], list(itertools.chain(*together))
 
     def padded(self, x: jax.Array) -> jax.Array:
         """Returns a matrix, or a stack along dim 0, padded with zeros."""
@@ -87,37 +85,36 @@ class Pieces:
 
     def join(self, pieces: jax.Array) -> jax.Array:
         """Returns a matrix, given the pieces of all devices (N, size)."""
-        by_axis = pieces.reshape(*(n for _, n in self.sizes), *self.piece)
-        return self.stripped(by_axis.transpose(self._order).reshape(self._padded))
+        shape, order = self._apart
+        return self.stripped(pieces.reshape(shape).transpose(order).reshape(self._padded))
 
     def part(self, matrix: jax.Array) -> jax.Array:
         """Inverts `join`."""
-        pairs = zip(self._over, self.piece, strict=True)
-        split = itertools.chain(*((*over, n) for over, n in pairs))
-        by_dim = self.padded(matrix).reshape(list(split))
-        inverse = np.argsort(self._order).tolist()
+        shape, order = self._apart
+        by_dim = self.padded(matrix).reshape([shape[at] for at in order])
+        inverse = np.argsort(order).tolist()
         return by_dim.transpose(inverse).reshape(-1, self.size)
 
 
-def _some(stack: jax.Array, first: int, count: int) -> jax.Array:
-    return jax.lax.slice_in_dim(stack, first, first + count).reshape(-1)
-
-
 class RowLayout:
-    """The content of a row: the pieces of a device's matrices, by kind and array.
+    """The content of a row: the pieces of a device's matrices, by array.
 
     Args:
-      pieces: For each kind, the partition of its arrays.
+      arrays: The kind of matrices, and their partition, of each array.
       loads: For each device, the number of matrices of each kind.
+
+    Attributes:
+      firsts: For each kind, the first matrix of each device.
     """
 
-    def __init__(self, pieces: Sequence[Sequence[Pieces]], loads: Sequence[Load]):
-        self._arrays = [(kind, p) for kind, arrays in enumerate(pieces) for p in arrays]
-        self._numbers, self._loads = list(map(len, pieces)), loads
-        sizes = [[(p.dtype, load[kind] * p.size) for kind, p in self._arrays] for load in loads]
+    def __init__(self, arrays: Sequence[tuple[int, Pieces]], loads: Sequence[Load]):
+        self._arrays, self._loads = arrays, loads
+        counts = zip(*loads, strict=True)
+        self.firsts = [[sum(of_kind[:at]) for at in range(len(loads))] for of_kind in counts]
+        sizes = [[(p.dtype, load[kind] * p.size) for kind, p in arrays] for load in loads]
         self._lengths = {
             p.dtype: max(sum(n for dtype, n in row if dtype == p.dtype) for row in sizes)
-            for _, p in self._arrays
+            for _, p in arrays
         }
 
     @property
@@ -143,31 +140,31 @@ class RowLayout:
             ends[p.dtype] += load[kind] * p.size
             yield rows[p.dtype][at, start : ends[p.dtype]]
 
-    def _by_kind(self, arrays: Iterator[jax.Array]) -> list[Arrays]:
-        return [list(itertools.islice(arrays, number)) for number in self._numbers]
-
-    def sent(self, sharded: Sequence[Arrays]) -> Rows:
+    def sent(self, sharded: Arrays) -> Rows:
         """Returns a row for each device, of this device's pieces of all matrices."""
-        first, rows = [0] * len(sharded), []
-        for load in self._loads:
-            kinds = zip(sharded, first, load, strict=True)
-            rows.append(self._joined([_some(x, at, n) for arrays, at, n in kinds for x in arrays]))
-            first = list(map(operator.add, first, load))
+        rows = []
+        for device, load in enumerate(self._loads):
+            boxes = [(self.firsts[kind][device], load[kind]) for kind, _ in self._arrays]
+            pairs = zip(sharded, boxes, strict=True)
+            rows.append(self._joined([_some(x, first, count) for x, (first, count) in pairs]))
         return {dtype: jnp.stack([row[dtype] for row in rows]) for dtype in self._lengths}
 
-    def received(self, rows: Rows, load: Load) -> list[Arrays]:
-        """Returns the pieces (count, N, size) of a device's matrices, by kind and array."""
+    def received(self, rows: Rows, load: Load) -> Arrays:
+        """Returns the pieces (count, N, size) of a device's matrices."""
         parts = zip(self._arrays, self._split(rows, slice(None), load), strict=True)
         shaped = (x.reshape(len(self._loads), load[kind], p.size) for (kind, p), x in parts)
-        return self._by_kind(jnp.swapaxes(x, 0, 1) for x in shaped)
+        return [jnp.swapaxes(x, 0, 1) for x in shaped]
 
-    def answered(self, results: Sequence[Arrays]) -> Rows:
+    def answered(self, results: Arrays) -> Rows:
         """Inverts `received`: returns a row for each device."""
-        flat = itertools.chain(*results)
-        return self._joined([jnp.swapaxes(x, 0, 1).reshape(len(self._loads), -1) for x in flat])
+        return self._joined([jnp.swapaxes(x, 0, 1).reshape(len(self._loads), -1) for x in results])
 
-    def returned(self, rows: Rows) -> list[Arrays]:
-        """Returns this device's pieces of the results, from a row of each device, by kind."""
+    def returned(self, rows: Rows) -> Arrays:
+        """Returns this device's pieces of the results, from a row of each device."""
         devices = [list(self._split(rows, at, load)) for at, load in enumerate(self._loads)]
         parts = zip(self._arrays, zip(*devices, strict=True), strict=True)
-        return self._by_kind(jnp.concatenate(x).reshape(-1, *p.piece) for (_, p), x in parts)
+        return [jnp.concatenate(x).reshape(-1, *p.piece) for (_, p), x in parts]
+
+
+def _some(stack: jax.Array, first: int, count: int) -> jax.Array:
+    return jax.lax.slice_in_dim(stack, first, first + count).reshape(-1)

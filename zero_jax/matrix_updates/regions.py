@@ -6,7 +6,6 @@ all that lie between them. Its inputs and results at the edges are communicated,
 neighbours where that makes them smaller.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -82,6 +81,8 @@ class ShardedProgram:
                 self.moved[at] = moved
         branches = self.graph.where(lambda eqn: eqn.primitive.name == "cond")
         self.across = [at for at in self.moved if at not in branches]
+        self._core = set(self.graph.between(self.across))
+        self._below = set(self.graph.made(self.graph.after(self._core)))
 
     def of(self, atom: Atom) -> Dims:
         """Returns the sharded dims of a value."""
@@ -114,14 +115,6 @@ class ShardedProgram:
                 frozenset(self.graph.made(after)),
                 sum(self.moved.get(at, 0) for at in core),
             )
-
-    @functools.cached_property
-    def _core(self) -> set[int]:
-        return set(self.graph.between(self.across))
-
-    @functools.cached_property
-    def _below(self) -> set[jex.Var]:
-        return set(self.graph.made(self.graph.after(self._core)))
 
     def _after(self, core: set[int]) -> list[int]:
         """Returns elementwise equations behind the core that read its values and full ones."""

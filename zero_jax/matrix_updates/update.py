@@ -2,13 +2,14 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.extend.core as jex
 from jax.sharding import AbstractMesh
 
-from zero_jax.matrix_updates.exchange import Axes, Env, Exchange
+from zero_jax.matrix_updates.exchange import Exchange
 from zero_jax.matrix_updates.regions import Region, ShardedProgram
 from zero_jax.matrix_updates.units import units
 from zero_jax.sharding.layout import Partition, partition
@@ -16,6 +17,9 @@ from zero_jax.sharding.mesh import MODEL, REPLICA, AnyMesh, data_axis, model_siz
 from zero_jax.sharding.paths import PyTree
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.dataflow import Dims, needed
+
+# A function, the atoms that it reads, and the variables of its results.
+_Step = tuple[Callable[..., list[jax.Array]], Sequence[jaxprs.Atom], Sequence[jex.Var]]
 
 
 def run(
@@ -70,7 +74,7 @@ def assigned_update(
     groups = (over, (MODEL,)) if model_size(mesh) > 1 else (over,)
     dims = [_dims(cut, leaf) for cut, leaf in zip(cuts, closed.in_avals, strict=False)]
     dims += [(None, None)] * (len(closed.in_avals) - len(dims))
-    return AssignedUpdate(closed, [d[: len(groups)] for d in dims], Axes(mesh, groups))
+    return AssignedUpdate(closed, [d[: len(groups)] for d in dims], mesh, groups)
 
 
 def _dims(cut: Partition, leaf: jax.core.ShapedArray) -> Dims:
@@ -84,13 +88,14 @@ def _dims(cut: Partition, leaf: jax.core.ShapedArray) -> Dims:
     return data, model
 
 
-class AssignedUpdate:
+class AssignedUpdate(ShardedProgram):
     """An update with its regions: equations that need none run first, then regions that can run.
 
     Args:
       closed: The update.
       dims: The sharded dims of its inputs.
-      axes: The mesh axes.
+      mesh: The mesh.
+      groups: Groups of mesh axes; `dims` has a dim for each, which all axes of the group shard.
 
     Attributes:
       exchanges: The regions that run together, in order, those of branches included. Without any
@@ -98,69 +103,72 @@ class AssignedUpdate:
       left: Elements that a device receives for operations that XLA partitions.
     """
 
-    def __init__(self, closed: jex.ClosedJaxpr, dims: Sequence[Dims], axes: Axes):
-        self._program = program = ShardedProgram(closed, dims)
-        self._jaxpr, self._axes = program.closed.jaxpr, axes
+    def __init__(
+        self,
+        closed: jex.ClosedJaxpr,
+        dims: Sequence[Dims],
+        mesh: AnyMesh,
+        groups: Sequence[tuple[str, ...]],
+    ):
+        super().__init__(closed, dims)
+        self._mesh, self._groups = mesh, groups
         self.exchanges: list[Exchange] = []
         self.left = 0.0
-        self._steps = self._planned() if program.moved else []
+        self._steps = list(self._planned()) if self.moved else []
 
     def __call__(self, *values: jax.Array) -> list[jax.Array]:
-        env: Env = dict(zip(self._jaxpr.invars, values, strict=True))
-        env.update(zip(self._jaxpr.constvars, self._program.closed.consts, strict=True))
-        for step in self._steps:
-            step(env)
-        return [jaxprs.read(env, atom) for atom in self._jaxpr.outvars]
+        body = self.closed.jaxpr
+        env = dict(zip(body.invars, values, strict=True))
+        env.update(zip(body.constvars, self.closed.consts, strict=True))
+        for run, read, results in self._steps:
+            made = run(*(jaxprs.read(env, atom) for atom in read))
+            env.update(zip(results, made, strict=True))
+        return [jaxprs.read(env, atom) for atom in body.outvars]
 
-    def _planned(self) -> list[Callable[[Env], None]]:
-        graph, steps = self._program.graph, list[Callable[[Env], None]]()
-        pays = [one for one in map(units, self._program.regions()) if one.pays(self._axes.devices)]
+    def _planned(self) -> Iterator[_Step]:
+        devices = math.prod(self._mesh.shape[name] for group in self._groups for name in group)
+        pays = [one for one in map(units, self.regions()) if one.pays(devices)]
         equations = self._outside([one.region for one in pays])
-        moved = [self._program.moved[at] for at in self._program.across if at in equations]
+        moved = [self.moved[at] for at in self.across if at in equations]
         self.left += sum(n for n in moved if n < math.inf)
         while equations or pays:
             results = [v for one in pays for v in one.region.results]
-            blocked = set(graph.after(graph.made_by[v] for v in results))
-            steps += [self._step(at) for at in equations if at not in blocked]
+            blocked = set(self.graph.after(self.graph.made_by[v] for v in results))
+            for at in equations:
+                if at not in blocked:
+                    eqn = self.graph.eqns[at]
+                    yield self._function(at), eqn.invars, eqn.outvars
             equations = [at for at in equations if at in blocked]
-            unknown = set(graph.made(blocked))
+            unknown = set(self.graph.made(blocked))
             able = [one for one in pays if unknown.isdisjoint(one.region.closed.jaxpr.invars)]
             assert able or not pays, "regions that need each other's results"
             if able:
                 pays = [one for one in pays if one not in able]
-                self.exchanges.append(Exchange(able, self._program, self._axes))
-                steps.append(self.exchanges[-1])
-        return steps
+                exchange = Exchange(able, self, self._mesh, self._groups)
+                self.exchanges.append(exchange)
+                yield exchange, exchange.reads, exchange.results
 
     def _outside(self, inside: Sequence[Region]) -> list[int]:
         """Returns the equations that run outside of regions."""
-        graph, made = self._program.graph, set[jex.Var]().union(*(one.made for one in inside))
-        outside = graph.where(lambda eqn: made.isdisjoint(eqn.outvars))
-        part = graph.part(outside)
-        read = [*self._jaxpr.outvars, *(v for one in inside for v in one.closed.jaxpr.invars)]
+        made = set[jex.Var]().union(*(one.made for one in inside))
+        outside = self.graph.where(lambda eqn: made.isdisjoint(eqn.outvars))
+        part = self.graph.part(outside)
+        read = [*self.closed.jaxpr.outvars, *(v for one in inside for v in one.closed.jaxpr.invars)]
         read += jaxprs.variables(eqn for eqn in part if eqn.effects)
         wanted = needed(part, read)
         runs = (bool(eqn.effects) or not wanted.isdisjoint(eqn.outvars) for eqn in part)
         return list(itertools.compress(outside, runs))
 
-    def _step(self, at: int) -> Callable[[Env], None]:
-        eqn = self._program.graph.eqns[at]
-        has_branches = at in self._program.moved and eqn.primitive.name == "cond"
-        run = self._branches(eqn) if has_branches else jaxprs.function(eqn)
-
-        def step(env: Env) -> None:
-            made = run(*(jaxprs.read(env, atom) for atom in eqn.invars))
-            env.update(zip(eqn.outvars, made, strict=True))
-
-        return step
-
-    def _branches(self, eqn: jex.JaxprEqn) -> Callable[..., list[jax.Array]]:
-        """Returns branches with regions in them; all devices take the same one."""
-        dims = [self._program.of(a) for a in eqn.invars[1:]]
-        cases: list[Callable[..., list[jax.Array]]] = []
+    def _function(self, at: int) -> Callable[..., list[jax.Array]]:
+        """Returns an equation as a function; branches have their own regions."""
+        eqn = self.graph.eqns[at]
+        if at not in self.moved or eqn.primitive.name != "cond":
+            return jaxprs.function(eqn)
+        dims, cases = [self.of(a) for a in eqn.invars[1:]], list[Callable[..., Any]]()
         for branch, _ in jaxprs.bodies(eqn):
-            program = AssignedUpdate(branch, dims, self._axes)
+            program = AssignedUpdate(branch, dims, self._mesh, self._groups)
             self.exchanges += program.exchanges
             self.left += program.left
             cases.append(program if program.exchanges else jaxprs.as_function(branch))
+        # All devices take the same branch.
         return lambda which, *values: jax.lax.switch(which, cases, *values)

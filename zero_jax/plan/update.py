@@ -31,7 +31,8 @@ def predict(config: Config, tx: optax.GradientTransformation, full: PyTree) -> U
     if config.shards == 1 or config.offload.optimizer or config.optimizer_state_dtype != FP32:
         return Update()  # nothing is sharded; or it is elementwise
     update = assigned(config, tx, full)
-    peaks = [temporaries(one.traced).bytes for one in update.exchanges]
+    traced = [jax.make_jaxpr(one)(*(v.aval for v in one.reads)) for one in update.exchanges]
+    peaks = [temporaries(one).bytes for one in traced]
     sent = sum(one.sent for one in update.exchanges)
     return Update(sent + update.left, max(peaks, default=0))
 
