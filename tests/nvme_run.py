@@ -63,7 +63,7 @@ def main(folder: str, out: str, steps: str, kill_in: str, *processes: str) -> No
     FileArray.put = counted
     own = np.split(np.asarray(problem.batch), jax.process_count())[jax.process_index()]
     batch = zero_jax.global_batch(mesh, own)
-    begin = state.inner.files.store.step
+    begin = state.inner.store.step
     for _ in range(begin, int(steps)):
         params, state, metrics = step(params, state, batch)
     full = {k: np.asarray(x.addressable_data(0)) for k, x in zero.unshard(params).items()}

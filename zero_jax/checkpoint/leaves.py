@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.checkpoint.arrays import KEY, Index, Piece, StoredArray, chunk_shape
-from zero_jax.offload.nvme import FileArray, Stored
+from zero_jax.offload.nvme import FileArray, StateFiles
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.paths import Padded, PyTree
 
@@ -154,7 +154,7 @@ def _unfolded(tree: PyTree) -> PyTree:
 
 
 def _is_stored(node: PyTree) -> bool:
-    return isinstance(node, Stored)
+    return isinstance(node, StateFiles)
 
 
 def _is_padded(node: PyTree) -> bool:

@@ -24,7 +24,7 @@ from zero_jax.engine.transformations import check_updates, without_frozen
 from zero_jax.low_bit.state import FP32, LowBitState, initial, kind_of, restated, splits_of
 from zero_jax.matrix_updates import update as matrix_updates
 from zero_jax.offload import host
-from zero_jax.offload.nvme import StateFiles, Stored
+from zero_jax.offload.nvme import StateFiles
 from zero_jax.sharding import layout
 from zero_jax.sharding.layout import Partition, state_partitions
 from zero_jax.sharding.paths import PyTree
@@ -163,13 +163,13 @@ class ZeroTransform(optax.GradientTransformationExtraArgs):
                 f'`offload`="{self.config.offload}": only a state in files can be resumed. Use '
                 'Zero(offload="optimizer:nvme=DIR")'
             )
-        params, stored, guard = self._files(params, resume=True).resume(params)
-        return params, ZeroState(stored, guard)
+        params, *state = self._files(params, resume=True).resume(params)
+        return params, ZeroState(*state)
 
     def restated(self, state: ZeroState, params: PyTree) -> ZeroState:
         """Converts a state, given its parameters, to the `optimizer_state_dtype` of `config`."""
         guard_of(state)
-        if self.config.offload.in_files or isinstance(state.inner, Stored):
+        if self.config.offload.in_files or isinstance(state.inner, StateFiles):
             raise ValueError(
                 "`optimizer_state_dtype` of a state in files cannot change: restore a checkpoint "
                 'with offload="optimizer"'

@@ -134,12 +134,10 @@ class TrainStep:
                 f"{', '.join(named)}: with the nvme tier a transformation gets `value`, the loss, "
                 'and no other named argument. Use offload="optimizer" (host memory)'
             )
-        guard, stored = guard_of(opt_state), opt_state.inner
+        guard, files = guard_of(opt_state), opt_state.inner
         out = self._gradients(params, batch, extras, guard.loss_scale)
-        params, *state = stored.files.step(
-            *(out.grads, stored, params, guard), finite=out.finite, loss=out.loss
-        )
-        return params, ZeroState(*state), _metrics(out, state[1], guard.loss_scale)
+        params, after = files.step(out.grads, params, guard, finite=out.finite, loss=out.loss)
+        return params, ZeroState(files, after), _metrics(out, after, guard.loss_scale)
 
     @functools.cached_property
     def _gradients(self) -> CheckedJit:

@@ -23,6 +23,7 @@ Sources: ZeRO, section 9; ZeRO-Offload (arXiv:2101.06840), section 5.
 
 import dataclasses
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -36,7 +37,6 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from zero_jax.collectives.precision import unless_skipped
 from zero_jax.low_bit.state import FP32, LowBitState
 from zero_jax.low_bit.storage import Coding, boxes, on_devices, scales_split
-from zero_jax.names import nearest
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.layout import Partition, Partitioner, mirrors, state_partitions
 from zero_jax.sharding.mesh import AnyMesh
@@ -49,8 +49,10 @@ from zero_jax.tracing.sources import transformation_of
 
 HOST = "pinned_host"
 STATES = ("optimizer", "params", "activations")
-TIERS = ("host", "nvme", "auto")
 GRAMMAR = "optimizer,params,activations[:host|nvme=DIR|auto]"
+_SETTING = re.compile(
+    r"((?:{0})(?:\s*,\s*(?:{0}))*)(?::(?:(host|auto)|nvme=(.+)))?".format("|".join(STATES))
+)
 PIECE_BYTES = 64 * 2**20
 
 
@@ -128,30 +130,21 @@ def parse(given: "str | Offload | None") -> Offload:
     >>> parse("optimizer,params").params, parse("optimizer:nvme=/scratch").directory
     (True, '/scratch')
     """
-    if given is None or given == "none":
-        return NONE
     if isinstance(given, Offload):
         return given
-    if not isinstance(given, str):
-        raise ValueError(f"`offload`={given!r}: write {GRAMMAR}, or pass an Offload")
-    names, _, place = given.partition(":")
-    words = [word.strip() for word in names.split(",")]
-    tier, _, directory = place.partition("=")
-    for word, known in [*((word, STATES) for word in words), *[(tier, TIERS)] * bool(place)]:
-        if word not in known:
-            raise ValueError(
-                f"`offload`={given!r}: {word!r} is not one of {', '.join(known)}; the nearest is "
-                f'{nearest(word, known)!r}. Write {GRAMMAR}; offload="optimizer" uses host memory'
-            )
-    if (tier == "nvme") != bool(directory):
+    if given is None or given == "none":
+        return NONE
+    match = _SETTING.fullmatch(given.strip()) if isinstance(given, str) else None
+    if match is None:
         raise ValueError(
-            f"`offload`={given!r}: the nvme tier, and no other, requires a directory: "
-            f"{names}:nvme=/path/on/nvme"
+            f'`offload`={given!r}: write {GRAMMAR}. For example, offload="optimizer" keeps the '
+            "optimizer state in host memory"
         )
+    states, tier, directory = match.groups()
     return Offload(
-        **{word: True for word in words},
-        tier="nvme" if tier == "nvme" else "host",
-        directory=directory or None,
+        **dict.fromkeys(re.split(r"\s*,\s*", states), True),
+        tier="nvme" if directory else "host",
+        directory=directory,
         auto=tier == "auto",
     )
 
@@ -164,15 +157,15 @@ def settle(offload: Offload, mesh: AnyMesh) -> Offload:
     kinds = [memory.kind for memory in device.addressable_memories()]
     if HOST in kinds:
         return offload
-    lacks = f"{device.device_kind} has no {HOST} memory in this JAX (it has {', '.join(kinds)})"
+    lacks = f'`offload`="{offload}": {device.device_kind} has no {HOST} memory in this JAX (it has '
+    lacks += f"{', '.join(kinds)})"
     if not offload.auto:
         raise ValueError(
-            f'`offload`="{offload}": {lacks}. Leave `offload` out, or use '
-            f'offload="{offload}:auto" to offload only where it is supported'
+            f'{lacks}. Leave `offload` out, or use offload="{offload}:auto" to offload only where '
+            "it is supported"
         )
-    stays = dataclasses.replace(offload, optimizer=False, params=False)
-    warnings.warn(f'`offload`="{offload}": {lacks}, so the state stays on the device', stacklevel=5)
-    return stays
+    warnings.warn(f"{lacks}, so the state stays on the device", stacklevel=5)
+    return dataclasses.replace(offload, optimizer=False, params=False)
 
 
 def place(placed: PyTree, leaves: PyTree, offload: Offload) -> PyTree:
@@ -270,8 +263,7 @@ class PiecewiseUpdate:
         splitter, frozen, self.mesh = partitioning
         self.splits, self._frozen = splitter(like), paths.frozen_leaves(like, frozen)
         self.of_state = state_partitions(trees[1], like, self.splits)
-        of_params = self.splits if trees[2] is not None else []
-        self._all_splits = [*self.splits, *self.of_state, *of_params]
+        self._all_splits = [*self.splits, *self.of_state, *self.splits]
         self._owners = mirrors(self._all_splits, self.splits)
         count, self.first_param = len(self.splits), len(self.splits) + len(self.of_state)
         states = range(count, self.first_param)
@@ -316,8 +308,8 @@ class PiecewiseUpdate:
         wanted = needed(graph.eqns, results, rule)
         part = graph.where(lambda e: not wanted.isdisjoint(e.outvars) and runs_on_pieces(e, shape))
         wanted.difference_update(graph.made(part))
-        mine = [i for i, owner in enumerate(self._owners) if owner == at]
-        inputs = [i for i in mine if self._inputs[i] in wanted]
+        owned = enumerate(zip(self._owners, self._inputs, strict=False))
+        inputs = [i for i, (owner, var) in owned if owner == at and var in wanted]
         wanted.difference_update(self._inputs[i] for i in inputs)
         arrays, scalars = list[jex.Var](), list[jex.Var]()
         for var in (*reversed(graph.made_by), *self._inputs, *self._constants):
@@ -475,23 +467,23 @@ def update_in_pieces(
       piece_bytes: Maximum bytes of one piece on a device.
     """
     grads, state, params = trees
-    full = jax.tree.map(_abstract, jax.eval_shape(layout.unpad, trees))
+    is_plain = not isinstance(state, LowBitState)
+    if is_plain:
+        no_seeds = (None,) * len(jax.tree.leaves(state))
+        state = LowBitState(state, (), jnp.asarray(0), no_seeds, FP32)
+    full = jax.tree.map(_abstract, jax.eval_shape(layout.unpad, (grads, state, params)))
+    trained = len(jax.tree.leaves(grads))
+    numbered = enumerate(full[1].codings(full[1].inner), trained)
+    codings = {i: coding for i, coding in numbered if coding is not None}
     # The arrays of each input: one, or the codes of low-bit state and their scales.
-    states, in_fp32, codings = [[x] for x in jax.tree.leaves(state)], full[1], dict[int, Coding]()
-    count, trained = jnp.asarray(0), len(jax.tree.leaves(grads))
-    if isinstance(state, LowBitState):
-        states, count = state.parts(), state.count
-        numbered = enumerate(in_fp32.codings(in_fp32.inner), trained)
-        codings = {i: coding for i, coding in numbered if coding is not None}
-        in_fp32 = jax.eval_shape(LowBitState.in_fp32, in_fp32)
     first, last = ([[x] for x in jax.tree.leaves(tree)] for tree in (grads, params))
-    arrays: list[Arrays] = [*first, *states, *last]
+    arrays: list[Arrays] = [*first, *state.parts(), *last]
     streamed = [i in codings or is_on_host(x[0]) for i, x in enumerate(arrays)]
-    given = full[0], in_fp32, full[2]
+    given = full[0], jax.eval_shape(LowBitState.in_fp32, full[1]), full[2]
     piecewise = PiecewiseUpdate(update, given, streamed[trained:], partition)
     inputs = {i: x[0] for i, x in enumerate(arrays) if not streamed[i]}
     values, operands = piecewise.prepare(inputs)
-    always = [jnp.asarray(finite), count]
+    always = [jnp.asarray(finite), state.count]
     leaves = [
         _StreamedLeaf(piecewise, at, arrays, codings, operands[at], always, apply=apply)
         for at in piecewise.recipes
@@ -507,9 +499,8 @@ def update_in_pieces(
     made = [new[i][0] for i in range(trained)]
     result = jax.tree.unflatten(jax.tree.structure(params if apply else grads), made)
     states = [new[i] for i in range(trained, piecewise.first_param)]
-    if isinstance(state, LowBitState):
-        return result, state.with_parts(states, unless_skipped(finite, count + 1, count))
-    return result, jax.tree.unflatten(jax.tree.structure(state), [x for (x,) in states])
+    state = state.with_parts(states, unless_skipped(finite, state.count + 1, state.count))
+    return result, state.inner if is_plain else state
 
 
 class _StreamedLeaf:
@@ -543,7 +534,6 @@ class _StreamedLeaf:
             empty = jnp.zeros(self.split.shape, update.dtypes[at])
             self.arrays[self.target, 0] = _stored(empty, self.split, update.mesh)
         self._codings = {i: on_devices(codings[i], self.split) for i in numbers if i in codings}
-        self._coding = next(iter(self._codings.values()), None)  # the others have equal blocks
         self._on_host = {key for key, x in self.arrays.items() if is_on_host(x)}
         # Concatenated from its pieces at the end: XLA writes a piece in place where it computes it,
         # but codes are in memory before, and it would copy the whole array for each piece.
@@ -563,7 +553,8 @@ class _StreamedLeaf:
         offsets = [0 if axis is None else jax.lax.axis_index(axis) * n for axis, n in pairs]
         most = max(1, piece_bytes // self.bytes)
         joined: dict[Key, list[tuple[tuple[int, ...], jax.Array]]] = {}
-        for places in boxes(self.split, most, self._coding):
+        coding = next(iter(self._codings.values()), None)  # all have equal blocks
+        for places in boxes(self.split, most, coding):
             if before is not None:  # reads of this leaf follow all stores to leaf `before`
                 both = [before] if before == at else [before, at]
                 tied = jax.lax.optimization_barrier([arrays[i] for i in both])
@@ -589,8 +580,8 @@ class _StreamedLeaf:
                 mine.update(held)
             for key, piece in codes.items():
                 joined.setdefault(key, []).append((places[key[1]][0], piece))
-        dim = (self._coding and self._coding.block_dim) or 0
         for key, rows in joined.items():
+            dim = self._codings[key[0]].block_dim or 0
             mine[key] = _concatenated(rows, dim).reshape(mine[key].shape)
 
     def _on_piece(self, pieces: Group, scalars: Arrays, starts: Sequence[int | jax.Array]) -> Group:

@@ -11,15 +11,15 @@ to the devices and reads the next while they compute, then writes the first to t
 memory holds two pieces, each once as read and once as written.
 """
 
+import contextlib
 import dataclasses
-import errno
 import functools
+import itertools
 import json
 import math
 import os
 import pathlib
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import DTypeLike
 
-from zero_jax.offload.host import Offload, Operands, PiecewiseUpdate, applied, as_stored
+from zero_jax.offload.host import Arrays, Offload, Operands, PiecewiseUpdate, applied, as_stored
 from zero_jax.sharding import layout
 from zero_jax.sharding.layout import Partition, partition
 from zero_jax.sharding.paths import Padded, PyTree
@@ -67,50 +67,39 @@ class Store:
             self._arrays[name] = offset, tuple(shape), np.dtype(dtype)
             size = math.prod(shape) * np.dtype(dtype).itemsize
             offset += -(-size // _ALIGN) * _ALIGN
-        if create:
+        saved = json.loads(self._record.read_text()) if self._record.exists() else None
+        problem = None
+        if create and saved is not None:
+            problem = f"has the state of step {saved['step']}. Resume it with tx.resume(params), or"
+            problem += " use an empty directory"
+        elif not create and saved is None:
+            problem = "has no state to resume. Start with tx.init(params)"
+        elif saved is not None and saved["arrays"] != self._layout:
+            problem = "has the state of another model, optimizer or mesh. Resume with the same "
+            problem += "ones, or use an empty directory"
+        if problem:
+            raise ValueError(f"`offload`: {folder} {problem}")
+        if saved is None:
             self._create(max(offset, _ALIGN))
-        self.step = 0 if create else self._saved_step()
+        self.step = 0 if saved is None else int(saved["step"])
 
     def _path(self, step: int) -> pathlib.Path:
         return self.folder / f"slot{step % 2}.bin"
 
     def _create(self, size: int) -> None:
-        if self._record.exists():
-            step = json.loads(self._record.read_text())["step"]
-            raise ValueError(
-                f"`offload`: {self.folder} has the state of step {step}. Resume it with "
-                "tx.resume(params), or use an empty directory"
-            )
-        created: list[pathlib.Path] = []
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for slot in (0, 1):
                 with open(self._path(slot), "wb") as file:
-                    created.append(self._path(slot))
                     os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
-            for path in created:
-                path.unlink(missing_ok=True)
-            reason = f"cannot be written ({error.strerror or error})"
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                reason = f"has {shutil.disk_usage(self.folder).free:,} bytes free"
+            for slot in (0, 1):
+                with contextlib.suppress(OSError):
+                    self._path(slot).unlink()
             raise ValueError(
-                f"`offload`: {self.folder} {reason}, but the optimizer state takes "
-                f"{2 * size:,} bytes in two slots. Use another directory"
+                f"`offload`: {self.folder} cannot be written ({error.strerror or error}). The "
+                f"optimizer state takes {2 * size:,} bytes in two slots. Use another directory"
             ) from error
-
-    def _saved_step(self) -> int:
-        if not self._record.exists():
-            raise ValueError(
-                f"`offload`: {self.folder} has no state to resume. Start with tx.init(params)"
-            )
-        record = json.loads(self._record.read_text())
-        if record["arrays"] != self._layout:
-            raise ValueError(
-                f"`offload`: {self.folder} has the state of another model, optimizer or mesh. "
-                "Resume with the same ones, or use an empty directory"
-            )
-        return int(record["step"])
 
     def view(self, step: int, name: str) -> np.ndarray:
         """Returns an array of a step, to read and write; mapped pages count as process memory."""
@@ -187,11 +176,10 @@ class FileArray:
         """The same, each once and sorted, as they follow each other in the files."""
         return sorted(set(self.keys.values()))
 
-    def fetch(self, step: int | None = None, part: slice | None = None) -> jax.Array:
-        """Returns the array of a step, or the same part of the flat shard of every device."""
+    def fetch(self, part: slice | None = None) -> jax.Array:
+        """Returns the array of the last step, or the same part of each device's flat shard."""
         store = self.files.store
-        step = store.step if step is None else step
-        views = {name: store.view(step, name) for name in self.names}
+        views = {name: store.view(store.step, name) for name in self.names}
         shape, sharding = self.shape, self.sharding
         if part is not None:
             shape, sharding = (sharding.mesh.size * (part.stop - part.start),), self.files.flat
@@ -230,11 +218,13 @@ def _piece(x: jax.Array, start: int | jax.Array, size: int) -> jax.Array:
     return jax.lax.dynamic_slice(x.reshape(-1), (start,), (size,))
 
 
+@jax.tree_util.register_static
 class StateFiles:
     """The optimizer state, the guard and perhaps master parameters in files, and their update.
 
-    With `resume` the files exist. `next_guard` returns the guard after a step, given that before it
-    and whether the step counts.
+    It is a node without leaves in the place of the transformation's state. With `resume` the files
+    exist. `next_guard` returns the guard after a step, given that before it and whether the step
+    counts.
     """
 
     def __init__(
@@ -252,12 +242,9 @@ class StateFiles:
         self.flat = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
         self._guard, self._next_guard = guard, next_guard
         full = jax.eval_shape(layout.unpad, params)
-        self.abstract = jax.eval_shape(tx.init, full)
+        self._abstract = jax.eval_shape(tx.init, full)
         self.params = self._arrays("param", full, update.splits) if offload.params else []
-        self.state = self._arrays("state", self.abstract, update.of_state)
-        # Counters and rates, which the device keeps too.
-        numbered = enumerate(self.state, len(update.splits))
-        self.resident = [x for i, x in numbered if i not in update.streamed]
+        self.state = self._arrays("state", self._abstract, update.of_state)
         self.guard = self._arrays("guard", guard, [partition((), 1)] * len(jax.tree.leaves(guard)))
         arrays = {
             name: (x.cut.device_shape, x.dtype)
@@ -279,6 +266,12 @@ class StateFiles:
             arrays.append(FileArray(self, f"{group}{i}", cut, leaf.dtype, impl))
         return arrays
 
+    @functools.cached_property
+    def _at_once(self) -> dict[int, FileArray]:
+        """The states that are not updated in pieces, by number: counters, rates."""
+        numbered = enumerate(self.state, len(self._update.splits))
+        return {i: x for i, x in numbered if i not in self._update.streamed}
+
     def most(self, array: FileArray, element: int) -> int:
         """Returns the elements of a piece of a shard, each of so many bytes in host memory."""
         most = self._offload.piece_bytes // element
@@ -287,40 +280,30 @@ class StateFiles:
             most = min(most, self._offload.host_bytes // (2 * element * local_shards))
         return max(1, most)
 
-    def begin(self, params: PyTree) -> tuple["Stored", PyTree]:
+    def begin(self, params: PyTree) -> tuple["StateFiles", PyTree]:
         """Writes the first state, one leaf on the device at a time; returns it and the guard."""
-        resident = []
+
+        def leaf(j: int, params: PyTree) -> PyTree:
+            value = jax.tree.leaves(self._tx.init(layout.unpad(params)))[j]
+            return layout.pad([value], [self._update.of_state[j]])
+
         for j, (array, cut) in enumerate(zip(self.state, self._update.of_state, strict=True)):
-
-            def leaf(params: PyTree, j: int = j, cut: Partition = cut) -> PyTree:
-                value = jax.tree.leaves(self._tx.init(layout.unpad(params)))[j]
-                return layout.pad([value], [cut])[0]
-
             placed = NamedSharding(self.mesh, cut.stored_spec)
-            value = jax.jit(leaf, out_shardings=placed)(params)
-            if array in self.resident:
-                resident.append(value)
-            else:
-                array.put_all(0, *jax.tree.leaves(value))
-        leaves = jax.tree.leaves(params)
-        for array, value in zip(self.params, leaves, strict=False):
-            array.put_all(0, value)
-        return self._commit(0, leaves, resident, self._guard), self._guard
+            made = jax.jit(functools.partial(leaf, j), out_shardings=placed)(params)
+            array.put_all(0, *jax.tree.leaves(made))
+        self._finish(0, zip(self.params, jax.tree.leaves(params), strict=False), self._guard)
+        return self, self._guard
 
-    def _commit(
-        self, step: int, params: Sequence[jax.Array], resident: list[PyTree], guard: PyTree
-    ) -> "Stored":
+    def _finish(
+        self, step: int, others: Iterable[tuple[FileArray, jax.Array]], guard: PyTree
+    ) -> None:
         """Writes what is not updated in pieces, and completes a step."""
-        for at, array in enumerate(self.params):
-            if at not in self._update.recipes:
-                array.put_all(step, params[at])
-        leaves = jax.tree.leaves((resident, guard))
-        for array, value in zip((*self.resident, *self.guard), leaves, strict=True):
+        guards = zip(self.guard, jax.tree.leaves(guard), strict=True)
+        for array, value in itertools.chain(others, guards):
             array.put_all(step, value)
         self.store.commit(step)
-        return Stored(resident, self)
 
-    def resume(self, params: PyTree) -> tuple[PyTree, "Stored", PyTree]:
+    def resume(self, params: PyTree) -> tuple[PyTree, "StateFiles", PyTree]:
         """Returns parameters, state and guard of the last step that every process completed."""
         step = self.store.step
         if jax.process_count() > 1:
@@ -329,28 +312,35 @@ class StateFiles:
             self.store.commit(step)
 
         def fetched(arrays: Sequence[FileArray], like: PyTree) -> PyTree:
-            return jax.tree.unflatten(jax.tree.structure(like), [x.fetch(step) for x in arrays])
+            return jax.tree.unflatten(jax.tree.structure(like), [x.fetch() for x in arrays])
 
-        resident = [as_stored(array.fetch(step), array.cut) for array in self.resident]
         params = fetched(self.params, params) if self.params else params
-        return params, Stored(resident, self), fetched(self.guard, self._guard)
+        return params, self, fetched(self.guard, self._guard)
+
+    def unfolded(self) -> PyTree:
+        """Returns the tree of the transformation, with a `FileArray` for each streamed leaf."""
+        at_once = list(self._at_once.values())
+        nodes = [as_stored(x.fetch() if x in at_once else x, x.cut) for x in self.state]
+        return jax.tree.unflatten(jax.tree.structure(self._abstract), nodes)
+
+    def folded(self, tree: PyTree) -> "StateFiles":
+        """Returns the state of a tree like that of `unfolded`, whose other leaves it writes."""
+        nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Padded))
+        for array, node in zip(self.state, nodes, strict=True):
+            (value,) = jax.tree.leaves(node)
+            if value is not array:
+                array.replace(value)
+        return self
 
     def step(
-        self,
-        grads: PyTree,
-        stored: "Stored",
-        params: PyTree,
-        guard: PyTree,
-        finite: jax.Array,
-        loss: jax.Array,
-    ) -> tuple[PyTree, "Stored", PyTree]:
-        """Returns parameters, state and guard after a step, which is written to the other slot."""
+        self, grads: PyTree, params: PyTree, guard: PyTree, finite: jax.Array, loss: jax.Array
+    ) -> tuple[PyTree, PyTree]:
+        """Returns parameters and guard after a step, which is written to the other slot."""
         update, now = self._update, self.store.step
         flat, (new, treedef) = jax.tree.leaves(grads), jax.tree.flatten(params)
-        count, first = len(new), update.first_param
-        resident = [i for i in range(count, first) if i not in update.streamed]
-        inputs = dict(enumerate(flat)) | dict(enumerate((*new, loss), first))
-        inputs |= dict(zip(resident, jax.tree.leaves(stored.resident), strict=True))
+        count = len(new)
+        inputs = dict(enumerate(flat)) | {i: x.fetch() for i, x in self._at_once.items()}
+        inputs |= dict(enumerate((*new, loss), update.first_param))
         outputs, operands, guard = self._prepared(inputs, guard, finite)
         new = [outputs.get(at, leaf) for at, leaf in enumerate(new)]
         # A piece is written while the devices compute the next one.
@@ -367,16 +357,16 @@ class StateFiles:
             most = self.most(states[0], sum(x.dtype.itemsize for x in (*states, *written)))
             for start in range(0, states[0].size, most):
                 stop = min(start + most, states[0].size)
-                read = [array.fetch(now, slice(start, stop)) for array in states]
+                read = [array.fetch(slice(start, stop)) for array in states]
                 program = self._programs(at, stop - start)
-                new[at], *values = program(new[at], start, finite, read, flat[at], operands[at])
+                new[at], *values = program(new[at], flat[at], [start, finite], read, operands[at])
                 write()
                 unwritten = [(a, start, x) for a, x in zip(written, values, strict=False)]
         write()
-        leaves = [outputs[i] for i in resident]
-        new_resident = jax.tree.unflatten(jax.tree.structure(stored.resident), leaves)
-        stored = self._commit(now + 1, new, new_resident, guard)
-        return jax.tree.unflatten(treedef, new), stored, guard
+        others = [(x, new[at]) for at, x in enumerate(self.params) if at not in update.recipes]
+        others += [(x, outputs[i]) for i, x in self._at_once.items()]
+        self._finish(now + 1, others, guard)
+        return jax.tree.unflatten(treedef, new), guard
 
     def _prepare(
         self, inputs: Mapping[int, jax.Array], guard: PyTree, finite: jax.Array
@@ -392,13 +382,9 @@ class StateFiles:
         states, flat, replicated = update.recipes[at].outputs[1:], self.flat.spec, PartitionSpec()
 
         def local(
-            param: jax.Array,
-            start: jax.Array,
-            finite: jax.Array,
-            read: list[jax.Array],
-            grad: jax.Array,
-            operands: Operands,
+            param: jax.Array, grad: jax.Array, scalars: Arrays, read: Arrays, operands: Operands
         ) -> tuple[jax.Array, ...]:
+            start, finite = scalars
             grad, old, *arrays = (_piece(x, start, size) for x in (grad, param, *operands[0]))
             pieces = {at: grad, update.first_param + at: old}
             pieces |= dict(zip(states, read, strict=True))
@@ -410,31 +396,8 @@ class StateFiles:
         mapped = jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=(spec, replicated, replicated, flat, spec, (spec, replicated)),
+            in_specs=(spec, spec, replicated, flat, (spec, replicated)),
             out_specs=(spec, *(flat for _ in states), flat),
             check_vma=False,
         )
         return jax.jit(mapped, donate_argnums=0)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """An optimizer state whose larger part is in files."""
-
-    resident: list[PyTree]  # leaves on the device, as stored: counters, rates
-    files: StateFiles = dataclasses.field(metadata={"static": True})
-
-    def unfolded(self) -> PyTree:
-        """Returns the tree of the transformation, with a `FileArray` for each leaf in files."""
-        resident, files = iter(self.resident), self.files
-        nodes = [
-            next(resident) if x in files.resident else as_stored(x, x.cut) for x in files.state
-        ]
-        return jax.tree.unflatten(jax.tree.structure(files.abstract), nodes)
-
-    def folded(self, tree: PyTree) -> "Stored":
-        """Returns the state of a tree like that of `unfolded`."""
-        nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Padded))
-        pairs = zip(nodes, self.files.state, strict=True)
-        return Stored([node for node, x in pairs if x in self.files.resident], self.files)
