@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from zero_jax.adapters.matrix import Dims, Matrix, run
-from zero_jax.adapters.quantised import KINDS, Quantised, is_smaller, is_whole, named, quantise
+from zero_jax.adapters.quantised import KINDS, Quantised, is_whole, named, quantise
 from zero_jax.names import unknown
 from zero_jax.sharding import paths
 from zero_jax.sharding.paths import PyTree
@@ -140,9 +140,10 @@ class Adapted:
                 return leaf
             if self.lora.base in KINDS and name in self.multiplied:
                 dim = max(self.multiplied[name].inputs, key=lambda d: leaf.shape[d])
+                packed = quantise(leaf, self.lora.base, dim)
                 # Blocks that are mostly padding would take more than they save.
-                if is_smaller(self.lora.base, leaf.shape[dim]):
-                    return quantise(leaf, self.lora.base, dim)
+                if sum(x.nbytes for x in jax.tree.leaves(packed)) < 2 * leaf.size:
+                    return packed
             return leaf.astype(_FLOATS.get(self.lora.base, jnp.bfloat16))
 
         leaves = [one(name, leaf) for name, leaf in paths.named_leaves(params)]

@@ -37,7 +37,6 @@ NF4 = np.array(
 )
 _OF_127 = np.float32(1 / 127)
 _MIDDLES = (NF4[1:] + NF4[:-1]) / 2
-BITS = {"int8": 8 + 16 / BLOCK, "nf4": 4 + 16 / BLOCK}  # per parameter in full blocks
 # Maximum error of a value in units of the largest of its block: half of the widest gap, and the
 # error of the scale, which is rounded to 8 bits.
 BOUNDS = {"nf4": float(np.diff(NF4).max() / 2 + 2**-8), "int8": 0.5 / 127 + 2**-8}
@@ -81,15 +80,6 @@ class Quantised:
             values = jnp.take(jnp.asarray(NF4), both.astype(jnp.int32), mode="clip")
         rows = _joined(values * jnp.expand_dims(scales.astype(jnp.float32), at + 1), at)
         return jax.lax.slice_in_dim(rows, 0, self.rows, axis=at).astype(dtype)
-
-
-def is_smaller(kind: str, rows: int) -> bool:
-    """Returns whether a matrix with this number of rows is smaller in blocks than in 16 bits.
-
-    >>> is_smaller("nf4", 64), is_smaller("nf4", 8)
-    (True, False)
-    """
-    return BITS[kind] * -(-rows // BLOCK) * BLOCK < 16 * rows
 
 
 def named(tree: PyTree) -> list[tuple[str, PyTree]]:

@@ -106,22 +106,14 @@ def larger(scales: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
     return (parts[0] | parts[1]).astype(jnp.uint16)
 
 
-def encode(
-    x: jax.Array,
-    scales: jax.Array,
-    dim: int,
-    noise: jax.Array,
-    start: int | jax.Array | None = None,
-) -> jax.Array:
+def encode(x: jax.Array, scales: jax.Array, dim: int | None, noise: jax.Array) -> jax.Array:
     """Encodes fp32 as uint8 codes of the same shape.
 
     Args:
       x: fp32, as for `scales_of`.
       scales: The scales of its blocks.
-      dim: The dim of the blocks.
+      dim: The dim of the blocks; None if each element has its own scale.
       noise: uint32 of the same shape, uniform: decides the rounding.
-      start: If x begins within a block, where it begins in the leaf. `scales` are then those of the
-        leaf's dim.
 
     >>> x = jnp.array([0.0, 1.0, -0.5])
     >>> encode(x, scales_of(x, 0), 0, jnp.zeros(3, jnp.uint32))
@@ -129,7 +121,7 @@ def encode(
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     magnitude, negative = bits & 0x7FFFFFFF, (bits >> 31).astype(jnp.int32)
-    each = _to_each(scales, dim, x.shape, start)
+    each = _to_each(scales, dim, x.shape)
     signed, lowest = each >= _SIGN, _lowest(each)
     least = jnp.where(signed, 0, jnp.maximum(1, _OCTAVE - lowest))  # no subnormal float
     infinity, nan = _not_finite(signed)
@@ -140,16 +132,14 @@ def encode(
     return jnp.where(magnitude > 0, code, 0).astype(jnp.uint8)
 
 
-def decode(
-    codes: jax.Array, scales: jax.Array, dim: int, start: int | jax.Array | None = None
-) -> jax.Array:
+def decode(codes: jax.Array, scales: jax.Array, dim: int | None) -> jax.Array:
     """Decodes the codes of `encode` to fp32.
 
     >>> x = jnp.array([0.0, 1.0, -0.5])
     >>> decode(encode(x, scales_of(x, 0), 0, jnp.zeros(3, jnp.uint32)), scales_of(x, 0), 0)
     Array([ 0. ,  1. , -0.5], dtype=float32)
     """
-    each = _to_each(scales, dim, codes.shape, start)
+    each = _to_each(scales, dim, codes.shape)
     code, signed = codes.astype(jnp.int32), each >= _SIGN
     magnitude = jnp.where(signed, code & 127, code)
     bits = magnitude + _lowest(each)
@@ -182,13 +172,11 @@ def _largest(x: jax.Array, dim: int) -> jax.Array:
     return apart.max(axis=dim + 1)
 
 
-def _to_each(
-    scales: jax.Array, dim: int, shape: tuple[int, ...], start: int | jax.Array | None
-) -> jax.Array:
+def _to_each(scales: jax.Array, dim: int | None, shape: tuple[int, ...]) -> jax.Array:
     """Returns the scale of each element, int32."""
     wide = scales.astype(jnp.int32)
-    if start is not None:  # beyond the last block is padding, which is zero
-        return jnp.take(wide, (start + jnp.arange(shape[dim])) // BLOCK, dim, mode="clip")
+    if dim is None:
+        return wide
     apart = jnp.expand_dims(wide, dim + 1)
     apart = jnp.broadcast_to(apart, (*apart.shape[: dim + 1], BLOCK, *apart.shape[dim + 2 :]))
     joined = apart.reshape(*shape[:dim], scales.shape[dim] * BLOCK, *shape[dim + 1 :])

@@ -48,8 +48,7 @@ class Coding:
         """
         if self.block_dim is None:
             return parts[0].astype(jnp.float32)
-        start = None if self.axis is None else starts[self.block_dim]
-        return codes.decode(parts[0], parts[1], self.block_dim, start)
+        return codes.decode(parts[0], *self._of_blocks(parts[1], parts[0].shape, starts))
 
     def encode(self, piece: jax.Array, starts: Starts, step: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the codes of a piece, and their scales if there are any.
@@ -63,33 +62,37 @@ class Coding:
         noise = codes.noise(piece.shape, starts, self.shape, self.seed, step)
         if self.block_dim is None:
             return (codes.to_bfloat16(piece, noise),)
+        scales = self._scales(piece, starts[self.block_dim], self.block_dim)
+        return codes.encode(piece, *self._of_blocks(scales, piece.shape, starts), noise), scales
+
+    def _scales(self, piece: jax.Array, start: int | jax.Array, dim: int) -> jax.Array:
+        """Returns the scales of a piece, or of the whole dim if blocks span devices."""
         if self.axis is None:
-            start, scales = None, codes.scales_of(piece, self.block_dim)
-        else:
-            start = starts[self.block_dim]
-            scales = _shared_scales(piece, start, self.block_dim, self.shape, self.axis)
-        return codes.encode(piece, scales, self.block_dim, noise, start), scales
+            return codes.scales_of(piece, dim)
 
+        def zeros(size: int, dtype: jnp.dtype) -> jax.Array:
+            return jnp.zeros((*piece.shape[:dim], size, *piece.shape[dim + 1 :]), dtype)
 
-def _shared_scales(
-    piece: jax.Array, start: int | jax.Array, dim: int, full_shape: tuple[int, ...], axis: Axis
-) -> jax.Array:
-    """Returns all scales of a dim, of which a device has the elements from `start` on."""
-    count, parts = codes.scales_shape(full_shape)[dim], -(-piece.shape[dim] // codes.BLOCK) + 1
+        # A device's first block begins before its shard.
+        parts, count = -(-piece.shape[dim] // codes.BLOCK) + 1, codes.scales_shape(self.shape)[dim]
+        empty = zeros(parts * codes.BLOCK, piece.dtype)
+        aligned = jax.lax.dynamic_update_slice_in_dim(empty, piece, start % codes.BLOCK, dim)
+        scales = codes.scales_of(aligned, dim)
+        # With room for all parts: an update that exceeds the array would begin earlier.
+        none = zeros(count + parts, scales.dtype)
+        known = jax.lax.dynamic_update_slice_in_dim(none, scales, start // codes.BLOCK, dim)
+        return codes.larger(jax.lax.slice_in_dim(known, 0, count, axis=dim), self.axis)
 
-    def zeros(size: int, dtype: jnp.dtype) -> jax.Array:
-        return jnp.zeros((*piece.shape[:dim], size, *piece.shape[dim + 1 :]), dtype)
-
-    # A device's first block begins before its shard.
-    aligned = jax.lax.dynamic_update_slice_in_dim(
-        zeros(parts * codes.BLOCK, piece.dtype), piece, start % codes.BLOCK, dim
-    )
-    scales = codes.scales_of(aligned, dim)
-    # With room for all parts: an update that exceeds the array would begin earlier.
-    known = jax.lax.dynamic_update_slice_in_dim(
-        zeros(count + parts, scales.dtype), scales, start // codes.BLOCK, dim
-    )
-    return codes.larger(jax.lax.slice_in_dim(known, 0, count, axis=dim), axis)
+    def _of_blocks(
+        self, scales: jax.Array, shape: tuple[int, ...], starts: Starts
+    ) -> tuple[jax.Array, int | None]:
+        """Returns the scales of a piece and the dim of their blocks, None if one per element."""
+        dim = self.block_dim
+        if self.axis is None or dim is None:
+            return scales, dim
+        # Beyond the last block is padding, which is zero.
+        at = (starts[dim] + jnp.arange(shape[dim])) // codes.BLOCK
+        return jnp.take(scales, at, dim, mode="clip"), None
 
 
 def on_devices(coding: Coding, split: Partition) -> Coding:

@@ -9,7 +9,7 @@ import jax
 import jax.extend.core as jex
 from jax.sharding import AbstractMesh
 
-from zero_jax.matrix_updates.exchange import Exchange
+from zero_jax.matrix_updates.exchange import Axes, Exchange
 from zero_jax.matrix_updates.regions import Region, ShardedProgram
 from zero_jax.matrix_updates.units import units
 from zero_jax.sharding.layout import Partition, partition
@@ -46,10 +46,8 @@ def run(
         return update(*args)
 
     def of_arrays(*arrays: jax.Array) -> PyTree:
-        filled = leaves.copy()
-        for i, array in zip(at, arrays, strict=True):
-            filled[i] = array
-        return update(*jax.tree.unflatten(treedef, filled))
+        filled = dict(enumerate(leaves)) | dict(zip(at, arrays, strict=True))
+        return update(*jax.tree.unflatten(treedef, filled.values()))
 
     arrays = [leaves[i] for i in at]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
@@ -74,7 +72,7 @@ def assigned_update(
     groups = (over, (MODEL,)) if model_size(mesh) > 1 else (over,)
     dims = [_dims(cut, leaf) for cut, leaf in zip(cuts, closed.in_avals, strict=False)]
     dims += [(None, None)] * (len(closed.in_avals) - len(dims))
-    return AssignedUpdate(closed, [d[: len(groups)] for d in dims], mesh, groups)
+    return AssignedUpdate(closed, [d[: len(groups)] for d in dims], Axes(mesh, groups))
 
 
 def _dims(cut: Partition, leaf: jax.core.ShapedArray) -> Dims:
@@ -94,8 +92,7 @@ class AssignedUpdate(ShardedProgram):
     Args:
       closed: The update.
       dims: The sharded dims of its inputs.
-      mesh: The mesh.
-      groups: Groups of mesh axes; `dims` has a dim for each, which all axes of the group shard.
+      axes: The mesh axes.
 
     Attributes:
       exchanges: The regions that run together, in order, those of branches included. Without any
@@ -103,17 +100,9 @@ class AssignedUpdate(ShardedProgram):
       left: Elements that a device receives for operations that XLA partitions.
     """
 
-    def __init__(
-        self,
-        closed: jex.ClosedJaxpr,
-        dims: Sequence[Dims],
-        mesh: AnyMesh,
-        groups: Sequence[tuple[str, ...]],
-    ):
+    def __init__(self, closed: jex.ClosedJaxpr, dims: Sequence[Dims], axes: Axes):
         super().__init__(closed, dims)
-        self._mesh, self._groups = mesh, groups
-        self.exchanges: list[Exchange] = []
-        self.left = 0.0
+        self._axes, self.exchanges, self.left = axes, list[Exchange](), 0.0
         self._steps = list(self._planned()) if self.moved else []
 
     def __call__(self, *values: jax.Array) -> list[jax.Array]:
@@ -126,27 +115,27 @@ class AssignedUpdate(ShardedProgram):
         return [jaxprs.read(env, atom) for atom in body.outvars]
 
     def _planned(self) -> Iterator[_Step]:
-        devices = math.prod(self._mesh.shape[name] for group in self._groups for name in group)
-        pays = [one for one in map(units, self.regions()) if one.pays(devices)]
+        pays = [one for one in map(units, self.regions()) if one.pays(self._axes.devices)]
         equations = self._outside([one.region for one in pays])
         moved = [self.moved[at] for at in self.across if at in equations]
         self.left += sum(n for n in moved if n < math.inf)
-        while equations or pays:
+        while True:
             results = [v for one in pays for v in one.region.results]
             blocked = set(self.graph.after(self.graph.made_by[v] for v in results))
             for at in equations:
                 if at not in blocked:
                     eqn = self.graph.eqns[at]
                     yield self._function(at), eqn.invars, eqn.outvars
+            if not pays:
+                return
             equations = [at for at in equations if at in blocked]
             unknown = set(self.graph.made(blocked))
             able = [one for one in pays if unknown.isdisjoint(one.region.closed.jaxpr.invars)]
-            assert able or not pays, "regions that need each other's results"
-            if able:
-                pays = [one for one in pays if one not in able]
-                exchange = Exchange(able, self, self._mesh, self._groups)
-                self.exchanges.append(exchange)
-                yield exchange, exchange.reads, exchange.results
+            assert able, "regions that need each other's results"
+            pays = [one for one in pays if one not in able]
+            exchange = Exchange(able, self, self._axes)
+            self.exchanges.append(exchange)
+            yield exchange, exchange.reads, exchange.results
 
     def _outside(self, inside: Sequence[Region]) -> list[int]:
         """Returns the equations that run outside of regions."""
@@ -166,7 +155,7 @@ class AssignedUpdate(ShardedProgram):
             return jaxprs.function(eqn)
         dims, cases = [self.of(a) for a in eqn.invars[1:]], list[Callable[..., Any]]()
         for branch, _ in jaxprs.bodies(eqn):
-            program = AssignedUpdate(branch, dims, self._mesh, self._groups)
+            program = AssignedUpdate(branch, dims, self._axes)
             self.exchanges += program.exchanges
             self.left += program.left
             cases.append(program if program.exchanges else jaxprs.as_function(branch))
