@@ -26,7 +26,7 @@ from training.run_folder import Points, RunFolder, finite
 from zero_jax import Precision, Zero, abstract_mesh
 from zero_jax.commands.case import Case
 from zero_jax.models import families
-from zero_jax.plan import update
+from zero_jax.plan import planning
 
 ROOT = pathlib.Path(__file__).parent.parent
 CASES = (("1.5b", 8), ("7.5b", 64))
@@ -45,7 +45,7 @@ def compiled(model: str, devices: int, optimizer: str) -> dict:
     found["forecast_error"] = round(plan.error, 4)
     found["step_seconds"] = round(plan.time.seconds, 4)
     full = jax.eval_shape(case.make)
-    for one in update.assigned(zero.config, case.tx, full).exchanges:
+    for one in planning.assigned(zero.config, case.tx, full).exchanges:
         loads = zip(*(kind.counts for kind in one.kinds), strict=True)
         work = [sum(n * f for n, f in zip(load, one.flops, strict=True)) for load in loads]
         found["busiest"] = round(max(work) * devices / sum(work), 3)

@@ -15,7 +15,6 @@ docs/schedule.json. Needs the extra `prove`.
 
 import argparse
 import dataclasses
-import functools
 import json
 import pathlib
 import sys
@@ -27,9 +26,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import gspmd
 import jax
 
-from zero_jax import Precision, Zero, abstract_mesh, releases
+from zero_jax import Precision, Zero, abstract_mesh
 from zero_jax.commands.case import Case
-from zero_jax.hlo import aot, auditor, latencies, roofline, targets
+from zero_jax.hlo import aot, auditor, roofline, targets
 from zero_jax.models import families
 
 FILE = pathlib.Path(__file__).parent.parent / "docs" / "schedule.json"
@@ -56,21 +55,19 @@ def compiled(case: Case, target: targets.Target, told: bool) -> dict[str, dict]:
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "step.pbtxt"
         plan = case.plan(3, target=target, latencies=file if told else None)
-    assert plan.compiled is not None and plan.time is not None
-    params, tx = case.zero.eval_shape(case.make), case.zero.optimizer(case.tx)
-    ours = case.zero.train_step(case.loss_fn, tx)
-    options = ours.compiler_options(params, tx.init(params), case.batch)
-    predicted = {"predicted_bytes": plan.predicted.total_bytes}
-    found = {PROGRAMS[0]: facts(plan.compiled, plan.time, plan.num_params) | predicted}
-    for name, chunks, own in zip(PROGRAMS[1:], (1, 1, CHUNKS), (None, options, None), strict=True):
-        step, args = gspmd.step_of(case, REMAT, chunks=chunks)
-        make = functools.partial(aot.compile_for, target, step, args, case.zero.mesh, options=own)
-        audit = make()
-        if told:
-            at_once = releases.at_once(own or {})
-            audit = make(seconds=latencies.of(audit.program, audit.collectives, target, at_once))
-        times = roofline.step_time(audit.program, audit.collectives, target, case.model_flops)
-        found[name] = facts(audit, times, plan.num_params)
+        assert plan.compiled is not None and plan.time is not None
+        params, tx = case.zero.eval_shape(case.make), case.zero.optimizer(case.tx)
+        ours = case.zero.train_step(case.loss_fn, tx)
+        options = ours.compiler_options(params, tx.init(params), case.batch)
+        predicted = {"predicted_bytes": plan.predicted.total_bytes}
+        found = {PROGRAMS[0]: facts(plan.compiled, plan.time, plan.num_params) | predicted}
+        for name, chunks, own in zip(PROGRAMS[1:], (1, 1, CHUNKS), ({}, options, {}), strict=True):
+            step, args = gspmd.step_of(case, REMAT, chunks=chunks)
+            audit = aot.compile_for(
+                target, step, args, case.zero.mesh, options=own, latencies=file if told else None
+            )
+            times = roofline.step_time(audit.program, audit.collectives, target, case.model_flops)
+            found[name] = facts(audit, times, plan.num_params)
     return found
 
 

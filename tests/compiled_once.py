@@ -27,23 +27,17 @@ def compiled_once(tmp_path_factory):
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     compile_in_child = aot._run_child
 
-    def run_child(here, target, devices, timeout):
+    def run_child(here, target, devices):
         exported = jax.export.deserialize(bytearray((here / "step.bin").read_bytes()))
         program = LOCATION.sub("", exported.mlir_module())  # without source lines
         key = program.encode() + (here / "request.json").read_bytes() + aot.FLAGS.encode()
         known = shared / f"program-{hashlib.sha256(key).hexdigest()[:32]}"
-        names = "memory.json", "program.txt"
         if not known.exists():
-            compile_in_child(here, target, devices, timeout)
-            own = Path(tempfile.mkdtemp(dir=shared))
-            for name in names:
-                shutil.copyfile(here / name, own / name)
-            try:
-                own.rename(known)
-            except OSError:  # another process was faster
-                shutil.rmtree(own)
-        for name in names:
-            shutil.copyfile(known / name, here / name)
+            compile_in_child(here, target, devices)
+            own = Path(tempfile.mkdtemp(dir=shared)) / aot.PROGRAM
+            shutil.copyfile(here / aot.PROGRAM, own)
+            own.rename(known)  # at once, whichever process is faster
+        shutil.copyfile(known, here / aot.PROGRAM)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(aot, "_run_child", run_child)

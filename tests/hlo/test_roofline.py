@@ -255,13 +255,13 @@ AT_ONCE = 3
 
 
 def told(shapes, *lines, computations=()):
-    return latencies.of(*module(shapes, *lines, computations=computations), H100, AT_ONCE)
+    return latencies.modelled(*module(shapes, *lines, computations=computations), H100, AT_ONCE)
 
 
 def test_kernels_take_the_longer_of_their_two_times_in_loops_too():
     found = told(XW, dot(), COPY)
     assert found == {"dot": pytest.approx(PRODUCT), "c": pytest.approx(COPIED / MEMORY)}
-    first, second = latencies.text({"dot.1": 2e-3, "all-gather-start": 4.5e-7}).splitlines()
+    first, second = latencies.text_of({"dot.1": 2e-3, "all-gather-start": 4.5e-7}).splitlines()
     assert first == 'costs { name: "dot.1" cost_us: 2000.000 }'
     assert second == 'costs { name: "all-gather-start" cost_us: 0.450 }'
     line = f"%f = {LAYER} fusion(%w, %i), kind=kLoop, calls=%layer"
@@ -321,8 +321,9 @@ def test_how_a_compiler_ends(code, said, runs, error, words, monkeypatch, tmp_pa
         return types.SimpleNamespace(returncode=0 if len(tried) == 2 else code, stderr=said)
 
     monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(aot, "TIMEOUT", 1.0)
     with pytest.raises(error, match=words) if error else pytest.warns(UserWarning, match="h100"):
-        aot._run_child(tmp_path, H100, 8, 1.0)
+        aot._run_child(tmp_path, H100, 8)
     assert len(tried) == runs
     assert ("triton_gemm=false" in tried[-1]) == (runs == 2)
 

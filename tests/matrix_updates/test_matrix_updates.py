@@ -15,7 +15,7 @@ from zero_jax.hlo import collectives
 from zero_jax.matrix_updates.exchange import assign
 from zero_jax.matrix_updates.regions import ShardedProgram
 from zero_jax.matrix_updates.units import units
-from zero_jax.plan import update
+from zero_jax.plan import planning
 
 SHAPES = {"alone": (8, 16), "odd": (17, 9), "up": (5, 12, 8), "down": (5, 8, 12)}
 SHAPES |= {"experts": (2, 3, 6, 5), "vector": (13,), "scalar": ()}
@@ -99,7 +99,7 @@ def zero_of(n, stage=3, sizes=None, **settings):
 
 def exchanges(tx, shapes, n=4):
     given = jax.eval_shape(lambda: tree(shapes, 0))
-    return update.assigned(zero_of(n).config, tx, given).exchanges
+    return planning.assigned(zero_of(n).config, tx, given).exchanges
 
 
 def without_state(fn):

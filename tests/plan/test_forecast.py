@@ -17,7 +17,7 @@ from zero_jax.hlo import auditor
 from zero_jax.models import optimizers
 from zero_jax.plan.operations import device_part, linear_step
 from zero_jax.plan.peak_memory import temporaries
-from zero_jax.plan.update import Update, assigned, predict
+from zero_jax.plan.planning import Update, assigned, predict_update
 
 
 @functools.cache
@@ -182,7 +182,7 @@ def make():
 def update(tx, stage=3):
     tx = optimizers.make(tx, optax.constant_schedule(1e-3)) if isinstance(tx, str) else tx
     zero = zero_jax.Zero(zero_jax.make_mesh(), stage)
-    return zero, tx, predict(zero.config, tx, jax.eval_shape(make))
+    return zero, tx, predict_update(zero.config, tx, jax.eval_shape(make))
 
 
 def test_updates_that_exchange_no_matrices():

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AbstractMesh
 
+from zero_jax import releases
 from zero_jax.commands import command_line
 from zero_jax.commands.case import Case
 from zero_jax.commands.command_line import setting
@@ -46,7 +47,7 @@ from zero_jax.interchange import folder_config
 from zero_jax.models import families, gpt
 from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.names import parse_bytes, unknown
-from zero_jax.plan import candidates, expert_elements, meshes, pictures, proof
+from zero_jax.plan import candidates, expert_elements, meshes, pictures
 from zero_jax.plan.advice import format_advice, least_seconds
 from zero_jax.plan.model_states import STAGES
 from zero_jax.plan.plans import Plan, format_layers, format_proof, format_stages
@@ -171,9 +172,8 @@ def parse(command: str, args: Sequence[str]) -> PlanSettings:
 def _plan(command: str, settings: PlanSettings) -> int:
     target, case = targets.target(settings.target), case_of(settings)
     memory_bytes = _limit(settings, target)
-    proof.check(settings.latencies, target)
     if command != "memory":
-        aot.check(target, case.zero.mesh.size, settings.topology)
+        aot.check(target, case.zero.mesh.size, settings.topology, settings.latencies)
     aim = {"target": settings.target, "topology": settings.topology}
     if command == "auto":
         case = case.choose(**aim)
@@ -195,7 +195,8 @@ def _plan(command: str, settings: PlanSettings) -> int:
     if shown.compiled is not None:
         print("\n" + format_proof(shown, memory_bytes))
     if settings.latencies is not None:
-        print("\nTo run with this schedule, set XLA_FLAGS=" + proof.flags(settings.latencies))
+        path = pathlib.Path(settings.latencies).absolute()
+        print(f"\nTo run with this schedule, set XLA_FLAGS=--{releases.LATENCIES}={path}")
     if settings.json:
         mesh, stages = case.zero.mesh, {str(p.stage): p.as_dict()["predicted"] for p in plans}
         chosen = {"devices": mesh.size, "experts": experts_size(mesh), "seq_len": case.row}
@@ -212,7 +213,7 @@ def _limit(settings: PlanSettings, target: targets.Target) -> int:
     """Returns the bytes of device memory that a step may use; 0 if unknown."""
     if settings.memory_limit is not None:
         return parse_bytes(settings.memory_limit, "--memory-limit")
-    return candidates.usable(target) if target.memory_bytes else 0
+    return candidates.usable(target)
 
 
 def _meshes(settings: PlanSettings) -> int:

@@ -7,7 +7,7 @@ and schedule are those of the real program. A separate process, because the GPU 
 settings that must be set before JAX starts, and because it exits without a message if ptxas or
 libdevice is missing.
 
-`not_shown` lists the limits of such a compilation.
+`NOT_SHOWN` lists the limits of such a compilation.
 """
 
 import contextlib
@@ -30,12 +30,14 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zero_jax import releases
-from zero_jax.hlo import auditor, latencies, targets
+from zero_jax.hlo import auditor, targets
+from zero_jax.hlo.latencies import SUFFIX, modelled, text_of
 from zero_jax.hlo.targets import Target
 from zero_jax.sharding.mesh import AnyMesh
 from zero_jax.sharding.paths import PyTree
 
-_NOT_SHOWN = {
+# By platform: all that such a compilation does not show, or shows wrongly.
+NOT_SHOWN = {
     "cuda": (
         "library workspace (cuBLAS, cuDNN) and NCCL's buffers, often 1 to 3 GB together",
         "kernels chosen by autotuning, which may use more or less scratch memory",
@@ -52,24 +54,56 @@ FLAGS = (
     "--xla_gpu_autotune_level=0 --xla_gpu_disable_gpuasm_optimizations=true"
     " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
+TIMEOUT = 1800  # seconds
+PROGRAM = "program.json"  # of the child: HLO text, memory sizes
+_COMPILERS = {"cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
 
 
-def check(target: Target, devices: int, topology: str | None = None) -> str:
+def check(
+    target: Target | None,
+    devices: int,
+    topology: str | None = None,
+    latencies: str | pathlib.Path | None = None,
+) -> str:
     """Returns the topology to compile for; called before any tracing.
 
     Args:
-      target: The target to compile for.
+      target: The target to compile for; None for the devices that are present.
       devices: Number of devices.
       topology: See `targets.topology`.
+      latencies: See `compile_for`.
 
     Raises:
-      ValueError: The target cannot be compiled for here; the message says what to install.
+      ValueError: The target cannot be compiled for here, and the message says what to install; or
+        another argument does not fit it.
     """
+    if latencies is not None:
+        if target is None or target.platform != "cuda":
+            name = "the devices of the mesh" if target is None else target.name
+            raise ValueError(
+                f"`latencies`={str(latencies)!r} requires a GPU target, and this plan is for "
+                f"{name}: use target='h100', or leave it out"
+            )
+        path = pathlib.Path(latencies).absolute()
+        if path.suffix != SUFFIX or not path.parent.is_dir() or len(str(path).split()) > 1:
+            raise ValueError(
+                f"`latencies`={str(latencies)!r}: XLA reads a {SUFFIX} file in a folder that "
+                f"exists, at a path without spaces, and this is {path}: use step{SUFFIX}"
+            )
+    if target is None:
+        if topology is not None:
+            raise ValueError(f"`topology`={topology!r} requires a target: set target='h100'")
+        return ""
     if target.compute_capability is None and target.platform == "cuda":
         raise ValueError(
             f"`target`={target.name!r} is for predictions only, JAX does not run on it: use h100"
         )
-    _check_installed(target)
+    modules = _COMPILERS.get(target.platform, ())
+    if modules and not any(map(importlib.util.find_spec, modules)):
+        raise ValueError(
+            f"compiling for {target.name} requires {modules[0]}, which is not installed: "
+            f"{_install_line(target)}"
+        )
     return "" if target.platform == "cpu" else targets.topology(target, devices, topology)
 
 
@@ -81,9 +115,8 @@ def compile_for(
     *,
     donated: int = 2,
     topology: str | None = None,
-    options: Mapping[str, object] | None = None,
-    seconds: Mapping[str, float] | None = None,
-    timeout: float = 1800,
+    options: Mapping[str, str | float] | None = None,
+    latencies: str | pathlib.Path | None = None,
 ) -> auditor.Audit:
     """Compiles a step for a target and audits it.
 
@@ -95,36 +128,45 @@ def compile_for(
       donated: Number of donated arguments.
       topology: See `targets.topology`.
       options: Compiler options, as for `jax.jit`.
-      seconds: Latencies of instructions for XLA's scheduler, see `latencies`.
-      timeout: Seconds after which the child is stopped.
+      latencies: A .pbtxt file to write modelled latencies of instructions to; the step is then
+        compiled again with them. See `hlo.latencies`.
 
     Raises:
-      ValueError: See `check`; or the step calls back to Python.
-      RuntimeError: The compiler failed; the message has its last lines.
+      ValueError: See `check`; the step calls back to Python; or a loop of unknown length has no
+        latencies.
+      RuntimeError: The compiler failed, and the message has its last lines; or it took too long.
     """
-    options = dict(options or {})
-    topology = check(target, mesh.size, topology)
+    request = {
+        "topology": _topology(target, check(target, mesh.size, topology, latencies)),
+        "axes": list(mesh.shape.items()),
+        "donated": len(jax.tree.leaves(tuple(args[:donated]))),
+    }
     with tempfile.TemporaryDirectory(prefix="zero_jax_aot_") as folder:
         here = pathlib.Path(folder)
         (here / "step.bin").write_bytes(_exported(target, step, args))
-        if seconds is not None:
-            profile = here / f"profile{latencies.SUFFIX}"
-            profile.write_text(latencies.text(seconds))
-            options[releases.LATENCIES] = str(profile)
-        request = {
-            "topology": _topology(target, topology),
-            "axes": list(mesh.shape.items()),
-            "donated": len(jax.tree.leaves(tuple(args[:donated]))),
-            "options": options,
-        }
-        (here / "request.json").write_text(json.dumps(request))
-        _run_child(here, target, mesh.size, timeout)
-        sizes = json.loads((here / "memory.json").read_text())
-        text = (here / "program.txt").read_text()
-    return auditor.of_text(text, sizes, dict(mesh.shape))
+
+        def compiled(options: Mapping[str, str | float]) -> auditor.Audit:
+            (here / "request.json").write_text(json.dumps(request | {"options": options}))
+            _run_child(here, target, mesh.size)
+            text, sizes = json.loads((here / PROGRAM).read_text())
+            return auditor.of_text(text, sizes, dict(mesh.shape))
+
+        options = dict(options or {})
+        audit = compiled(options)
+        if latencies is None:
+            return audit
+        if audit.flops is None:
+            raise ValueError(
+                f"`latencies`={str(latencies)!r}: a loop of the step has an unknown trip count: "
+                "use a loop of fixed length (jax.lax.scan), or leave latencies out"
+            )
+        profile = pathlib.Path(latencies).absolute()
+        seconds = modelled(audit.program, audit.collectives, target, releases.at_once(options))
+        profile.write_text(text_of(seconds))
+        return compiled({**options, releases.LATENCIES: str(profile)})
 
 
-def install_line(target: Target) -> str:
+def _install_line(target: Target) -> str:
     """Returns the command that installs the compiler for a target."""
     version = importlib.metadata.version("jaxlib")
     if target.platform == "tpu":
@@ -133,21 +175,6 @@ def install_line(target: Target) -> str:
         f"pip install jax-cuda12-plugin=={version} nvidia-cuda-nvcc-cu12 "
         "nvidia-cuda-runtime-cu12 nvidia-nvjitlink-cu12 (in a checkout: pip install -e '.[prove]')"
     )
-
-
-def not_shown(target: Target) -> tuple[str, ...]:
-    """Returns what an ahead-of-time compilation for a target does not show, or shows wrongly."""
-    return _NOT_SHOWN[target.platform]
-
-
-def _check_installed(target: Target) -> None:
-    compilers = {"cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
-    modules = compilers.get(target.platform, ())
-    if modules and not any(map(importlib.util.find_spec, modules)):
-        raise ValueError(
-            f"compiling for {target.name} requires {modules[0]}, which is not installed: "
-            f"{install_line(target)}"
-        )
 
 
 def _topology(target: Target, topology: str) -> dict[str, str]:
@@ -179,10 +206,10 @@ def _exported(target: Target, step: Callable[..., PyTree], args: Sequence[PyTree
         ) from error
 
 
-def _run_child(here: pathlib.Path, target: Target, devices: int, timeout: float) -> None:
+def _run_child(here: pathlib.Path, target: Target, devices: int) -> None:
     """Compiles in a child process, again without some kernels if XLA cannot choose one."""
     flags = FLAGS if target.platform == "cuda" else ""
-    child = _started(here, target, devices, timeout, flags)
+    child = _started(here, target, devices, flags)
     if child.returncode and flags and releases.NO_KERNEL in child.stderr:
         warnings.warn(
             f"XLA for {target.name} cannot choose a kernel for a matrix product of this step "
@@ -190,7 +217,7 @@ def _run_child(here: pathlib.Path, target: Target, devices: int, timeout: float)
             "changed bytes by 1 % and seconds by 2 %",
             stacklevel=2,
         )
-        child = _started(here, target, devices, timeout, f"{flags} {releases.BY_LIBRARY}")
+        child = _started(here, target, devices, f"{flags} {releases.BY_LIBRARY}")
     if child.returncode == 0:
         return
     lines = [line[:300] for line in child.stderr.splitlines() if line.strip()]
@@ -198,13 +225,13 @@ def _run_child(here: pathlib.Path, target: Target, devices: int, timeout: float)
     if child.returncode < 0 or "libdevice" in text or "ptxas" in text:
         raise ValueError(
             f"the compiler for {target.name} exited with {child.returncode}, most often because "
-            f"ptxas or libdevice is missing: {install_line(target)}\n{text}"
+            f"ptxas or libdevice is missing: {_install_line(target)}\n{text}"
         )
     raise RuntimeError(f"compiling for {target.name} failed:\n{text}")
 
 
 def _started(
-    here: pathlib.Path, target: Target, devices: int, timeout: float, flags: str
+    here: pathlib.Path, target: Target, devices: int, flags: str
 ) -> "subprocess.CompletedProcess[str]":
     env = {
         **os.environ,
@@ -218,10 +245,10 @@ def _started(
     }
     command = [sys.executable, "-m", "zero_jax.hlo.aot", str(here)]
     try:
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(
-            f"compiling for {target.name} took more than {timeout:.0f} s and was stopped"
+            f"compiling for {target.name} took more than {TIMEOUT:.0f} s and was stopped"
         ) from error
 
 
@@ -239,7 +266,7 @@ def _child(here: pathlib.Path) -> None:
         s if isinstance(s, NamedSharding) else replicated
         for s in exported.in_shardings_jax(mesh.abstract_mesh)
     ]
-    options: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if hosted := any(s.memory_kind == "pinned_host" for s in shardings):
         # On a concrete mesh of devices that are not present JAX drops memory kinds silently. On an
         # abstract mesh every argument and result needs a kind.
@@ -247,18 +274,18 @@ def _child(here: pathlib.Path) -> None:
         # The donated arguments are the first results, updated; the others are small.
         small = replicated.with_memory_kind("device")
         count = len(exported.out_avals) - donated
-        options = {"out_shardings": (*shardings[:donated], *[small] * count)}
+        results = {"out_shardings": (*shardings[:donated], *[small] * count)}
     else:
         shardings = [NamedSharding(mesh, s.spec) for s in shardings]
     args = [
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
         for aval, sharding in zip(exported.in_avals, shardings, strict=True)
     ]
-    jitted = jax.jit(exported.call, donate_argnums=tuple(range(donated)), **options)
+    jitted = jax.jit(exported.call, donate_argnums=tuple(range(donated)), **results)
     with jax.set_mesh(mesh) if hosted else contextlib.nullcontext():
         compiled = jitted.lower(*args).compile(compiler_options=request["options"])
-    (here / "memory.json").write_text(json.dumps(auditor.memory_sizes(compiled)))
-    (here / "program.txt").write_text(compiled.as_text() or "")
+    program = compiled.as_text() or "", auditor.memory_sizes(compiled)
+    (here / PROGRAM).write_text(json.dumps(program))
 
 
 if __name__ == "__main__":

@@ -24,10 +24,10 @@ from zero_jax.hlo.flops import Flops
 from zero_jax.hlo.hlo_text import Computation, Instruction, Program
 from zero_jax.hlo.targets import Target
 
-SUFFIX = ".pbtxt"
+SUFFIX = ".pbtxt"  # of the only files that XLA reads as text
 
 
-def of(
+def modelled(
     program: Program, collectives: Sequence[Collective], target: Target, at_once: int
 ) -> Mapping[str, float]:
     """Returns the latencies of instructions in seconds, by their names.
@@ -56,10 +56,10 @@ def of(
     return latencies
 
 
-def text(seconds: Mapping[str, float]) -> str:
+def text_of(seconds: Mapping[str, float]) -> str:
     """Returns the file that XLA reads.
 
-    >>> print(text({"dot.1": 2e-3}), end="")
+    >>> print(text_of({"dot.1": 2e-3}), end="")
     costs { name: "dot.1" cost_us: 2000.000 }
     """
     return "".join(

@@ -11,11 +11,11 @@ place. An elementwise fusion may write over an operand that nothing reads again.
 or a branch that is an output of the program is in that output from the start.
 """
 
-import collections
 import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from zero_jax.hlo.hlo_text import VIEWS, Computation, Instruction, Program
 from zero_jax.hlo.kernels import UPDATES, elementwise_results, updates
@@ -60,6 +60,14 @@ class _Buffer:
         return Temporary(self.bytes, self.made_by.name, shape, self.made_by.op_name, source)
 
 
+class _Step(NamedTuple):
+    """An instruction with the buffers of its operands and of its result."""
+
+    instruction: Instruction
+    operands: list[list[_Buffer]]
+    out: list[_Buffer]
+
+
 def peak(program: Program) -> Peak:
     """Returns the largest set of temporaries that are live at once.
 
@@ -69,52 +77,40 @@ def peak(program: Program) -> Peak:
     Args:
       program: A scheduled program (`is_scheduled=true`), parsed.
     """
-    schedule = _Schedule(program)
-    starting, ending = (collections.defaultdict[int, list[_Buffer]](list) for _ in range(2))
-    for buffer in dict.fromkeys(_joined(out for _, _, out in schedule.steps)):
-        if buffer.bytes and not buffer.outside:
-            starting[buffer.born].append(buffer)
-            ending[buffer.dies].append(buffer)
-    alive: dict[_Buffer, None] = {}
-    current, most, buffers = 0, 0, list[_Buffer]()
-    for time, (i, operands, out) in enumerate(schedule.steps):
-        new, old = starting[time], ending[time]
-        alive |= dict.fromkeys(new)
-        current += sum(b.bytes for b in new)
-        shared = _overwriting(i, operands, out, {*new}, {*old}.difference(new))
-        size = current - sum(b.bytes for b in shared)
-        if size > most:
-            most, buffers = size, [b for b in alive if b not in shared]
-        for buffer in old:
-            del alive[buffer]
-            current -= buffer.bytes
-    temporaries = sorted((b.temporary(program) for b in buffers), key=lambda t: -t.bytes)
-    return Peak(most, tuple(temporaries))
+    steps = _Schedule(program).steps
+    known = dict.fromkeys(itertools.chain.from_iterable(step.out for step in steps))
+    buffers = [b for b in known if b.bytes and not b.outside]
+    changes = [0] * (len(steps) + 1)
+    for b in buffers:
+        changes[b.born] += b.bytes
+        changes[b.dies + 1] -= b.bytes
+    shared = [_overwriting(step, time) for time, step in enumerate(steps)]
+    held = zip(itertools.accumulate(changes), shared, strict=False)
+    sizes = [size - sum(b.bytes for b in taken) for size, taken in held]
+    worst = sizes.index(max(sizes))
+    live = [b for b in buffers if b.born <= worst <= b.dies and b not in shared[worst]]
+    live.sort(key=lambda b: (-b.bytes, b.born))
+    return Peak(sizes[worst], tuple(b.temporary(program) for b in live))
 
 
 class _Schedule:
     """All instructions in order, with the bodies of loops and branches in the place of their calls.
 
     Attributes:
-      steps: Each instruction with the buffers of its operands and of its result.
+      steps: The instructions.
     """
 
     def __init__(self, program: Program):
         self._program = program
-        self.steps: list[tuple[Instruction, list[list[_Buffer]], list[_Buffer]]] = []
+        self.steps: list[_Step] = []
         # Buffers that are outside if one of the first is. Those before, in and after a loop have
         # one memory, and so have a result of a branch and that of its conditional.
         self._same: list[tuple[list[_Buffer], list[_Buffer]]] = []
         for buffer in self._walk(program.entry, None):
             buffer.outside = True
-        spreading = True
-        while spreading:
-            spreading = False
-            for first, buffers in self._same:
-                if any(b.outside for b in first) and not all(b.outside for b in buffers):
-                    spreading = True
-                    for buffer in buffers:
-                        buffer.outside = True
+        while shares := [parts for first, parts in self._same if _spreads(first, parts)]:
+            for buffer in _joined(shares):
+                buffer.outside = True
 
     def _walk(
         self, computation: Computation, arguments: list[list[_Buffer]] | None
@@ -134,7 +130,7 @@ class _Schedule:
                     buffer.dies = len(self.steps)
                 out = self._results(i, operands)
             values[i] = out
-            self.steps.append((i, operands, out))
+            self.steps.append(_Step(i, operands, out))
         results = values[computation.root]
         for buffer in results:
             buffer.dies = len(self.steps) - 1
@@ -238,15 +234,9 @@ def _written(i: Instruction, operands: list[list[_Buffer]], out: list[_Buffer]) 
     return out
 
 
-def _overwriting(
-    i: Instruction,
-    operands: list[list[_Buffer]],
-    out: list[_Buffer],
-    new: set[_Buffer],
-    old: set[_Buffer],
-) -> set[_Buffer]:
+def _overwriting(step: _Step, time: int) -> set[_Buffer]:
     """Returns the new buffers that take the memory of an old one, each of another."""
-    pairs: list[tuple[_Buffer, _Buffer]] = []
+    (i, operands, out), pairs = step, list[tuple[_Buffer, _Buffer]]()
     if i.opcode == "all-reduce" and "collective_backend_config" in i.config:
         # A blocking all-reduce of a GPU; CPUs write their sum elsewhere.
         pairs = list(zip(out, (operand[0] for operand in operands), strict=True))
@@ -258,13 +248,16 @@ def _overwriting(
             reached = elementwise_results(parameter, i.attributes.get("kind", ""))
             pairs += [(b, operand) for b, part in zip(out, parts, strict=True) if part in reached]
     taken: dict[_Buffer, _Buffer] = {}
-    for result, operand in pairs:
-        ends = operand in old and operand.made_by.name in i.operands
-        free = ends and result in new and not (result.updated or operand.updated)
-        fits = free and result.bytes == operand.bytes
-        if fits and operand not in taken and result not in taken.values():
-            taken[operand] = result
+    for new, old in pairs:
+        free = not any(b.outside or b.updated for b in (new, old)) and new.bytes == old.bytes
+        ends = old.born < time == old.dies and old.made_by.name in i.operands
+        if free and ends and new.born == time and old not in taken and new not in taken.values():
+            taken[old] = new
     return set(taken.values())
+
+
+def _spreads(first: list[_Buffer], parts: list[_Buffer]) -> bool:
+    return any(b.outside for b in first) and not all(b.outside for b in parts)
 
 
 def _joined(parts: Iterable[Iterable[_Buffer]]) -> list[_Buffer]:

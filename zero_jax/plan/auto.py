@@ -10,9 +10,8 @@ stored is then no part of the choice.
 """
 
 import dataclasses
-import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +27,6 @@ from zero_jax.plan.advice import TIE
 from zero_jax.plan.candidates import Candidate
 from zero_jax.plan.plans import Plan
 from zero_jax.plan.tables import gigabytes
-from zero_jax.remat import policies
 from zero_jax.sharding import layout
 from zero_jax.sharding.mesh import batch_shards
 from zero_jax.sharding.paths import PyTree, trained_part
@@ -51,10 +49,16 @@ class Considered:
     verdict: str
     fits: bool = False
 
+    def rules_out(self, other: Candidate, trained: float) -> bool:
+        """Returns whether another is this one, or cannot be faster than this one, which fits."""
+        return other == self.candidate or (self.fits and self.candidate.no_worse(other, trained))
+
     @property
-    def seconds(self) -> float | None:
-        """Modelled seconds of a step with transfers to host memory; None if unknown."""
-        return None if self.plan.time is None else self.plan.time.seconds + self.plan.host_seconds
+    def seconds(self) -> float:
+        """Modelled seconds of a step with transfers to host memory; infinite if unknown."""
+        return (
+            math.inf if self.plan.time is None else self.plan.time.seconds + self.plan.host_seconds
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Choice:
         if not self.others:
             return listed
         why = "cannot be faster than one that fits"
-        if self.chosen.seconds is None:
+        if self.chosen.plan.time is None:
             why = "follow in the order: without a modelled step time the first that fits is chosen"
         return f"{listed}\n  not compiled: {self.others} others, which {why}"
 
@@ -88,6 +92,11 @@ def search(
 ) -> Choice:
     """Returns the candidate with the shortest modelled step among compiled programs that fit.
 
+    Candidates are considered cheapest first. A policy that recomputes more saves less, which has to
+    be written and read: on an H200 `dots` is quicker than `none` (docs/performance.md). So after a
+    candidate that fits, the policies after its own that send as much follow, while steps get
+    shorter.
+
     Args:
       tried: The candidates.
       plan: Function that plans one of them.
@@ -99,129 +108,78 @@ def search(
     Raises:
       ValueError: No candidate fits; the message has the smallest, its bytes and a way out.
     """
-    return _Search(tried, plan, int(limit), report, host_limit, trained).run()
+    limit, considered, errors = int(limit), list[Considered](), list[CannotStream]()
 
+    def consider(candidate: Candidate, planned: Plan) -> Considered:
+        considered.append(_considered(candidate, planned, plan, limit, host_limit))
+        return considered[-1]
 
-@dataclasses.dataclass
-class _Search:
-    """The candidates considered so far, and errors of those that cannot run; see `search`."""
-
-    tried: Sequence[Candidate]
-    plan: Planner
-    limit: int
-    report: Report
-    host_limit: float
-    trained: float
-    considered: list[Considered] = dataclasses.field(default_factory=list)
-    left_out: list[Exception] = dataclasses.field(default_factory=list)
-
-    def run(self) -> Choice:
-        for candidate, planned in self._by_cost():
-            judged = self._judged(candidate, planned)
-            if judged.fits and judged.seconds is None:
-                break
-            if judged.fits:
-                self._recompute_more(judged)
-        if any(c.fits for c in self.considered):
-            choice = self._choice()
-            self.report(f"chose {choice.chosen.candidate}\n{choice}")
-            return choice
-        self.report(_listed(self.considered, self.limit, self.trained))
-        if self.left_out and not self.considered:
-            last = self.left_out[-1]
-            raise ValueError(f"no candidate can run. The last error: {last}") from last
-        raise ValueError(_nothing_fits(self.considered, self.limit))
-
-    def _by_cost(self) -> Iterator[tuple[Candidate, Plan]]:
-        """Yields candidates with their predicted plans, cheapest first.
-
-        Bytes that cross to host memory are known once a candidate was planned. Until then it has
-        the place that it would have if they were free, afterwards its true one. Candidates that are
-        considered already, or slower than a program that fits, are left out.
-        """
-        queue: list[tuple[tuple[float, ...], int, Plan | None]] = [
-            (c.cost(trained=self.trained), i, None) for i, c in enumerate(self.tried)
-        ]
-        heapq.heapify(queue)
-        while queue:
-            _, at, planned = heapq.heappop(queue)
-            candidate = self.tried[at]
-            if any(
-                c.candidate == candidate
-                or (c.fits and c.candidate.no_worse(candidate, self.trained))
-                for c in self.considered
-            ):
-                continue
-            if planned is None:
-                try:
-                    planned = self.plan(candidate, False)
-                except CannotStream as error:
-                    self.report(f"skipped {candidate}: {error}")
-                    self.left_out.append(error)
-                    continue
-                if candidate.uses_host:
-                    heapq.heappush(queue, (candidate.cost(planned, self.trained), at, planned))
-                    continue
-            yield candidate, planned
-
-    def _judged(self, candidate: Candidate, planned: Plan) -> Considered:
-        """Considers a candidate; it is compiled unless its prediction is too much."""
-        size, host, fits = planned.total_bytes, planned.predicted.host, False
-        beside = f", {gigabytes(host)} in host memory" if host else ""
-        if size > self.limit * (1 + MARGIN):
-            verdict = f"predicted {gigabytes(size)}{beside}: too much"
-        elif host > self.host_limit:
-            available = f"too much, {gigabytes(self.host_limit)} available per device"
-            verdict = f"predicted{beside[1:]}: {available}"
-        else:
+    costs = {candidate: candidate.cost(trained=trained) for candidate in tried}
+    plans: dict[Candidate, Plan] = {}
+    while costs:
+        candidate = min(costs, key=costs.__getitem__)
+        if any(c.rules_out(candidate, trained) for c in considered):
+            del costs[candidate]
+        elif candidate not in plans:
             try:
-                planned = self.plan(candidate, True)
-            except jax.errors.JaxRuntimeError as error:
-                if error.error_code != RESOURCE_EXHAUSTED:
-                    raise
-                verdict = "does not compile: out of memory"
-            else:
-                fits = planned.total_bytes <= self.limit
-                verdict = f"compiled {gigabytes(planned.total_bytes)}{beside}"
-                verdict += "" if fits else ": too much"
-        self.considered.append(Considered(candidate, planned, verdict, fits))
-        return self.considered[-1]
-
-    def _recompute_more(self, last: Considered) -> None:
-        """Considers the policies after that of a candidate, while steps get shorter.
-
-        A policy that recomputes more saves less, which has to be written and read: on an H200
-        `dots` is quicker than `none` (docs/performance.md). Those that send more are left out.
-        """
-        known, words = policies.POLICIES, last.candidate.cost()[0]
-        remat = last.candidate.remat
-        for later in known[known.index(remat) + 1 :] if remat in known else ():
-            candidate = dataclasses.replace(last.candidate, remat=later)
-            if candidate not in self.tried or candidate.cost()[0] != words:
-                continue
-            judged = self._judged(candidate, self.plan(candidate, False))
-            before, now = last.seconds, judged.seconds
-            if not judged.fits or before is None or now is None or now >= before:
+                plans[candidate] = plan(candidate, False)
+            except CannotStream as error:
+                report(f"skipped {candidate}: {error}")
+                errors.append(error)
+                del costs[candidate]
+            else:  # from now on with the bytes that cross to host memory
+                costs[candidate] = candidate.cost(plans[candidate], trained)
+        else:
+            last = consider(candidate, plans[candidate])
+            if last.fits and last.plan.time is None:
                 break
-            last = judged
+            for more in candidate.recomputing_more() if last.fits else ():
+                if more in tried:
+                    before, last = last, consider(more, plan(more, False))
+                    if not last.fits or last.seconds >= before.seconds:
+                        break
+    if not any(c.fits for c in considered):
+        report(_listed(considered, limit, trained))
+        if errors and not considered:
+            raise ValueError(f"no candidate can run. The last error: {errors[-1]}") from errors[-1]
+        raise ValueError(_nothing_fits(considered, limit))
+    least = min(c.seconds for c in considered if c.fits) * (1 + TIE)
+    short = [c for c in considered if c.fits and c.seconds <= least]
+    best = min(short, key=lambda c: c.plan.total_bytes)
 
-    def _choice(self) -> Choice:
-        """Returns the shortest step that fits, the smallest of those as short; adds outcomes."""
-        fitting = [(c, c.seconds) for c in self.considered if c.fits]
-        least = min((t for _, t in fitting if t is not None), default=0.0) * (1 + TIE)
-        short = [c for c, t in fitting if t is None or t <= least]
-        best = min(short, key=lambda c: c.plan.total_bytes)
+    def told(c: Considered) -> Considered:
+        if not c.fits:
+            return c
+        outcome = "chosen" if c is best else "as fast, larger" if c in short else "slower"
+        step = "" if c.plan.time is None else f", {c.seconds:.4g} s a step"
+        return dataclasses.replace(c, verdict=f"{c.verdict}: fits, {outcome}{step}")
 
-        def told(c: Considered) -> Considered:
-            if not c.fits:
-                return c
-            outcome = "chosen" if c is best else "as fast, larger" if c in short else "slower"
-            step = "" if c.seconds is None else f", {c.seconds:.4g} s a step"
-            return dataclasses.replace(c, verdict=f"{c.verdict}: fits, {outcome}{step}")
+    others = len(tried) - len(considered) - len(errors)
+    choice = Choice(told(best), (*map(told, considered),), limit, None, trained, others)
+    report(f"chose {best.candidate}\n{choice}")
+    return choice
 
-        others = len(self.tried) - len(self.considered) - len(self.left_out)
-        considered = tuple(map(told, self.considered))
-        return Choice(told(best), considered, self.limit, trained=self.trained, others=others)
+
+def _considered(
+    candidate: Candidate, planned: Plan, plan: Planner, limit: int, host_limit: float
+) -> Considered:
+    """Considers a candidate; it is compiled unless its prediction is too much."""
+    size, host = planned.total_bytes, planned.predicted.host
+    beside = f", {gigabytes(host)} in host memory" if host else ""
+    if size > limit * (1 + MARGIN):
+        return Considered(candidate, planned, f"predicted {gigabytes(size)}{beside}: too much")
+    if host > host_limit:
+        available = f"too much, {gigabytes(host_limit)} available per device"
+        return Considered(candidate, planned, f"predicted{beside[1:]}: {available}")
+    try:
+        planned = plan(candidate, True)
+    except jax.errors.JaxRuntimeError as error:
+        if error.error_code != RESOURCE_EXHAUSTED:
+            raise
+        return Considered(candidate, planned, "does not compile: out of memory")
+    fits = planned.total_bytes <= limit
+    verdict = f"compiled {gigabytes(planned.total_bytes)}{beside}{'' if fits else ': too much'}"
+    return Considered(candidate, planned, verdict, fits)
 
 
 def _listed(considered: Sequence[Considered], limit: int, trained: float) -> str:
@@ -284,17 +242,14 @@ def _nothing_fits(considered: Sequence[Considered], limit: int) -> str:
     if not considered:
         return "there is no candidate: `grad_accum_steps` must divide the rows of a device"
     least = min(considered, key=lambda c: c.plan.total_bytes)
-    plan = least.plan
-    terms = sorted(plan.predicted.terms.items(), key=lambda item: -item[1])[:3]
+    predicted, devices = least.plan.predicted, math.prod(least.plan.axes.values())
+    terms = sorted(predicted.terms.items(), key=lambda item: -item[1])[:3]
     largest = ", ".join(f"{name} {gigabytes(size)}" for name, size in terms)
-    stored = plan.predicted.alias_bytes
-    shards = math.prod(plan.axes.values())
-    if stored > limit:
-        more = -(-stored // limit)
-        advice = f"stored state alone is larger: use at least {more} x {shards} devices"
-    else:
-        advice = "use more devices, fewer or shorter rows per device, or a smaller model"
+    advice = "Use more devices, fewer or shorter rows per device, or a smaller model"
+    if predicted.alias_bytes > limit:
+        more = -(-predicted.alias_bytes // limit)
+        advice = f"Stored state alone is larger: use at least {more} x {devices} devices"
     return (
         f"nothing fits in {gigabytes(limit)} per device. The smallest is {least.candidate}: "
-        f"{gigabytes(plan.total_bytes)} ({largest}). {advice.capitalize()}"
+        f"{gigabytes(least.plan.total_bytes)} ({largest}). {advice}"
     )

@@ -50,10 +50,6 @@ class Candidate:
         """The fields by name, for `Zero.replace`."""
         return dict(vars(self))
 
-    @property
-    def uses_host(self) -> bool:
-        return self.offload.optimizer or any(p.host for p in policies.parse(self.remat).places)
-
     def cost(
         self, plan: Plan | None = None, trained: float = 1.0
     ) -> tuple[float, float, bool, int, int]:
@@ -70,6 +66,13 @@ class Candidate:
         policy = policies.parse(self.remat)
         order = (policy.passes, policy.partitioned, self.grad_accum_steps, -self.stage)
         return (words + crossing, *order)
+
+    def recomputing_more(self) -> "list[Candidate]":
+        """Returns those with a policy that recomputes more, and that sends as many elements."""
+        known = policies.POLICIES
+        later = known[known.index(self.remat) + 1 :] if self.remat in known else ()
+        others = [dataclasses.replace(self, remat=remat) for remat in later]
+        return [other for other in others if other.cost()[0] == self.cost()[0]]
 
     def no_worse(self, other: "Candidate", trained: float = 1.0) -> bool:
         """Returns whether the other cannot have the shorter step, if this one fits.
@@ -144,14 +147,14 @@ def of_config(
     host = host_limit(config, target) > 0
     split = config.model_axis.axis_of(SEQUENCE[0][0]) == MODEL  # what is kept is split already
     parts = model_size(config.mesh) > 1 and not split
-    places = [str(policies.Place(h, p)) for h in (False, True) for p in (False, True)]
-    usable = [p for p in places[1:] if (host or "host" not in p) and (parts or "part" not in p)]
+    pairs = itertools.product((False, True)[: 1 + host], (False, True)[: 1 + parts])
+    _, *places = (str(policies.Place(*pair)) for pair in pairs)
     stay = initialized or not host or config.offload != NONE
     return combinations(
         rows,
         grad_accum_steps=config.grad_accum_steps,
         remat=config.remat,
-        places=tuple(usable),
+        places=tuple(places),
         states=(config.offload,) if stay else STATES,
     )
 
@@ -164,33 +167,25 @@ def device_limit(config: Config, target: str | Target | None) -> float:
     """
     if config.memory_limit is not None:
         return config.memory_limit
+    size, name = 0, "a mesh without devices"
     if target is not None:
-        return usable(target_of(target))
-    if isinstance(config.mesh, AbstractMesh):
-        raise _unsaid("a mesh without devices")
-    device = config.mesh.local_devices[0]
-    pool = (device.memory_stats() or {}).get("bytes_limit")  # what JAX itself leaves to others
-    if not pool:
-        raise _unsaid(str(device))
-    return float(pool)
+        aim = target_of(target)
+        size, name = usable(aim), aim.name
+    elif not isinstance(config.mesh, AbstractMesh):
+        device = config.mesh.local_devices[0]
+        # What JAX itself leaves to others is no part of the limit.
+        size, name = (device.memory_stats() or {}).get("bytes_limit", 0), str(device)
+    if not size:
+        raise ValueError(
+            f'{name} does not report its memory: set `memory_limit`, such as "16GB" per device '
+            "(--memory-limit 16GB)"
+        )
+    return float(size)
 
 
 def usable(target: Target) -> int:
-    """Returns the bytes of a target's memory that a step may use.
-
-    Raises:
-      ValueError: The target's memory is unknown.
-    """
-    if not target.memory_bytes:
-        raise _unsaid(target.name)
+    """Returns the bytes of a target's memory that a step may use; 0 if unknown."""
     return int(target.memory_bytes * (1 - RESERVE))
-
-
-def _unsaid(device: str) -> ValueError:
-    return ValueError(
-        f'{device} does not report its memory: set `memory_limit`, such as "16GB" per device '
-        "(--memory-limit 16GB)"
-    )
 
 
 def host_limit(config: Config, target: str | Target | None) -> int:

@@ -10,6 +10,7 @@ import dataclasses
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.extend.core as jex
@@ -23,18 +24,18 @@ from zero_jax.engine.grads import LossFn
 from zero_jax.engine.lifetimes import Leaf
 from zero_jax.engine.optimizer import ZeroTransform
 from zero_jax.engine.step import TrainStep
-from zero_jax.hlo import aot
+from zero_jax.engine.transformations import without_frozen
+from zero_jax.hlo import aot, auditor, roofline, targets
 from zero_jax.hlo.targets import Target
-from zero_jax.hlo.targets import target as target_of
+from zero_jax.low_bit.state import FP32
+from zero_jax.matrix_updates.update import AssignedUpdate, assigned_update
 from zero_jax.offload.host import HOST, is_on_host
-from zero_jax.plan import proof
 from zero_jax.plan.operations import device_part
 from zero_jax.plan.peak_memory import temporaries
 from zero_jax.plan.plans import Plan, Predicted, Sent
-from zero_jax.plan.update import predict as predict_update
 from zero_jax.sharding import layout
-from zero_jax.sharding.layout import Partition
-from zero_jax.sharding.mesh import MODEL, AnyMesh, batch_sharding, on_gpu
+from zero_jax.sharding.layout import Partition, state_partitions
+from zero_jax.sharding.mesh import MODEL, AnyMesh, abstract_of, batch_sharding, on_gpu
 from zero_jax.sharding.paths import PyTree, trained_part
 from zero_jax.tracing.dataflow import executed
 from zero_jax.tracing.jaxpr import bytes_of, shape_of
@@ -75,7 +76,7 @@ def of(
       model_flops: FLOPs of forward and backward on one device, without recomputation.
       latencies: Path of a .pbtxt file, such as "step.pbtxt". Modelled instruction latencies on the
         target are written to it, and the step is compiled again with them. A run with the XLA flag
-        of `proof.flags` gets the same schedule.
+        `releases.LATENCIES` and this path gets the same schedule.
 
     Returns:
       The plan; without `compile` and `target` it has no compiled program.
@@ -84,31 +85,40 @@ def of(
       ValueError: The target is unknown, this machine cannot compile for it, `topology` or
         `latencies` does not fit it, or the mesh has no devices.
     """
-    aim = None if target is None else target_of(target)
-    if topology is not None and aim is None:
-        raise ValueError(f"`topology`={topology!r} requires a target: set target='h100'")
-    if aim is not None:
-        aot.check(aim, config.mesh.size, topology)
-    proof.check(latencies, aim)
+    aim, mesh = None if target is None else targets.target(target), config.mesh
+    aot.check(aim, mesh.size, topology, latencies)
     wrapped = ZeroTransform(tx, config)
     step = TrainStep(config, loss_fn, wrapped, has_aux=has_aux)
     # Sharded as these settings say, for parameters of any mesh and stage.
     full = jax.eval_shape(layout.unpad, params)
     shapes = parameters.eval_shape(config, lambda full: full, full)
-    args = (shapes, wrapped.init(shapes), _placed(batch, batch_sharding(config.mesh)), *extras)
-    plan = _predict(step, args, _is_for_gpus(config.mesh, aim))
-    if not compile and aim is None:
+    args = (shapes, wrapped.init(shapes), _shapes(batch, mesh, batch_sharding(mesh)), *extras)
+    # A mesh without devices or target is one of GPUs.
+    of_gpus = isinstance(mesh, AbstractMesh) or on_gpu(mesh)
+    plan = _predict(step, args, of_gpus if aim is None else aim.platform == "cuda")
+    if aim is not None:
+        abstract = abstract_of(mesh)
+        audit = aot.compile_for(
+            *(aim, step.function, _shapes(args, abstract), abstract),
+            topology=topology,
+            options=step.compiler_options(*args) if aim.platform == "cuda" else {},
+            latencies=latencies,
+        )
+    elif not compile:
         return plan
-    compiled = proof.compiled(step, args, aim, topology, latencies)
-    time = proof.time(compiled, aim, config.mesh, model_flops)
-    return dataclasses.replace(plan, compiled=compiled, target=aim, time=time)
-
-
-def _is_for_gpus(mesh: AnyMesh, target: Target | None) -> bool:
-    """Returns whether XLA for GPUs compiles the step; true for a mesh without devices or target."""
-    if target is not None:
-        return target.platform == "cuda"
-    return isinstance(mesh, AbstractMesh) or on_gpu(mesh)
+    elif isinstance(mesh, AbstractMesh):
+        raise ValueError(
+            "the mesh has no devices to compile for: set `target`, such as target='h100', "
+            "or use zero_jax.make_mesh()"
+        )
+    else:
+        audit = auditor.audit(step.lower(*args).compile(), dict(mesh.shape))
+    known, time = aim, None
+    if known is None and not isinstance(mesh, AbstractMesh):
+        known = targets.of_kind(mesh.devices.flat[0].device_kind)
+    if known is not None and known.platform == "cuda" and audit.flops is not None:
+        time = roofline.step_time(audit.program, audit.collectives, known, model_flops)
+    return dataclasses.replace(plan, compiled=audit, target=aim, time=time)
 
 
 def _predict(step: TrainStep, args: tuple[PyTree, ...], of_gpus: bool) -> Plan:
@@ -120,7 +130,7 @@ def _predict(step: TrainStep, args: tuple[PyTree, ...], of_gpus: bool) -> Plan:
     given = leaves + rows + others + 1  # the loss scale
     peak = temporaries(jaxpr, traced.leaves, given, parts=parts, on_gpu=of_gpus)
     terms, update = peak.terms, predict_update(settings, step.transformation.plain, full)
-    if of_gpus and settings.stage == 3 and (transposed := transposed_bytes(traced.leaves)):
+    if of_gpus and settings.stage == 3 and (transposed := _transposed_bytes(traced.leaves)):
         terms = {**terms, "transposed": transposed}
     if update.bytes > sum(terms.values()):
         terms = {"update": update.bytes}
@@ -190,26 +200,67 @@ def _sent(jaxpr: jex.Jaxpr, axes: Mapping[str, int]) -> dict[str, Sent]:
     return sent
 
 
-def _placed(batch: PyTree, sharding: NamedSharding) -> PyTree:
-    """Returns the batch as ShapeDtypeStructs whose rows are split over the devices."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x), sharding=sharding),
-        batch,
+def _shapes(tree: PyTree, mesh: AnyMesh, sharding: NamedSharding | None = None) -> PyTree:
+    """Returns arrays as ShapeDtypeStructs, with this sharding or their own one on another mesh."""
+
+    def shape(x: PyTree) -> jax.ShapeDtypeStruct:
+        own = sharding or getattr(x, "sharding", None)
+        placed = None
+        if isinstance(own, NamedSharding):
+            placed = NamedSharding(mesh, own.spec, memory_kind=own.memory_kind)
+        dtype = getattr(x, "dtype", None) or jax.dtypes.result_type(x)
+        return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=placed)
+
+    return jax.tree.map(shape, tree)
+
+
+class Update(NamedTuple):
+    """Elements that a device sends, of any dtype, and the temporaries at the peak in bytes."""
+
+    elements: float = 0
+    bytes: int = 0
+
+
+def predict_update(config: Config, tx: optax.GradientTransformation, full: PyTree) -> Update:
+    """Predicts the update of a plain transformation, given the full parameters.
+
+    An elementwise one communicates nothing. One that needs full matrices (Muon, Shampoo, GaLore)
+    sends each to its assigned device and receives the results, see `matrix_updates`. Other products
+    over sharded dims (those of vectors) are partitioned by XLA.
+    """
+    if config.shards == 1 or config.offload.optimizer or config.optimizer_state_dtype != FP32:
+        return Update()  # nothing is sharded; or it is elementwise
+    update = assigned(config, tx, full)
+    traced = [jax.make_jaxpr(one)(*(v.aval for v in one.reads)) for one in update.exchanges]
+    peaks = [temporaries(one).bytes for one in traced]
+    sent = sum(one.sent for one in update.exchanges)
+    return Update(sent + update.left, max(peaks, default=0))
+
+
+def assigned(config: Config, tx: optax.GradientTransformation, full: PyTree) -> AssignedUpdate:
+    """Returns the traced update of full parameters, with its exchanges of matrices."""
+    plain = without_frozen(tx, config.frozen)
+    state, loss = jax.eval_shape(plain.init, full), jax.ShapeDtypeStruct((), "float32")
+    cuts = config.splitter(full)
+    traced = jax.make_jaxpr(lambda g, s, p, loss: plain.update(g, s, p, value=loss))(
+        *(full, state, full, loss)
     )
+    partitions = [*cuts, *state_partitions(state, full, cuts), *cuts]
+    return assigned_update(traced, partitions, config.mesh)
 
 
-def transposed_bytes(leaves: Sequence[Leaf]) -> int:
+def _transposed_bytes(leaves: Sequence[Leaf]) -> int:
     """Returns the bytes of scanned leaves that XLA for GPUs transposes.
 
     A gather along a later dim needs that dim first in memory. XLA transposes the fp32 master
     parameters of all layers before the loop, once for both passes; it transposes gradients one by
     one. The experts of a layer (E, D, F) are split along D if N does not divide E.
     """
-    cuts = [leaf.cut for leaf in leaves if leaf.opens and _is_transposed(leaf.cut)]
+
+    def transposed(cut: Partition) -> bool:
+        if not cut.stacked or cut.dim is None:
+            return False
+        return math.prod(cut.device_shape[1 : len(cut.shape) + cut.dim]) > 1
+
+    cuts = [leaf.cut for leaf in leaves if leaf.opens and transposed(leaf.cut)]
     return sum(4 * math.prod(cut.device_shape) for cut in cuts)
-
-
-def _is_transposed(cut: Partition) -> bool:
-    if not cut.stacked or cut.dim is None:
-        return False
-    return math.prod(cut.device_shape[1 : len(cut.shape) + cut.dim]) > 1

@@ -26,7 +26,7 @@ class Predicted:
       batch: The rows of this device, and the extra arguments.
       temporaries: Bytes by term of `temporaries.TERMS`. Offload adds fetched (master parameters
         while the model uses them) and pieces (two pieces of the streamed update). If the update has
-        a higher peak than forward and backward, see `update.Update`.
+        a higher peak than forward and backward, see `planning.Update`.
       host_states: Host memory of offloaded states: 8Ψ/N of Adam's state, 4Ψ/N of fp32 master
         parameters.
       host_saved: Host memory of activations that a remat policy offloads between forward and
@@ -218,7 +218,7 @@ class Plan:
             "flops": audit.flops,
             "flops_not_counted": list(audit.uncounted),
             "step_time": dataclasses.asdict(time) if time else None,
-            "not_shown": list(aot.not_shown(self.target)) if self.target else [],
+            "not_shown": list(aot.NOT_SHOWN[self.target.platform]) if self.target else [],
         }
 
 
@@ -313,7 +313,7 @@ def format_proof(plan: Plan, memory_bytes: int) -> str:
         parts += [
             "",
             "Not shown by a compile check",
-            *(f"- {line}" for line in aot.not_shown(plan.target)),
+            *(f"- {line}" for line in aot.NOT_SHOWN[plan.target.platform]),
         ]
     return "\n".join(parts)
 
