@@ -4,8 +4,10 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from zero_jax.engine.config import Stage
-from zero_jax.plan.plans import Plan, term_bytes, term_names
+from zero_jax.plan.plans import Plan, term_names
 
 
 def plot(
@@ -35,11 +37,8 @@ def plot(
     bars, lines = drawn.subplots(1, 2, width_ratios=[3, 2])
     _draw_bars(bars, plans, limit)
     for stage, points in curves.items():
-        lines.plot(
-            *zip(*((n, size / 1e9) for n, size in points), strict=True),
-            "o-",
-            label=f"stage {stage}",
-        )
+        devices, sizes = np.array(points).T
+        lines.plot(devices, sizes / 1e9, "o-", label=f"stage {stage}")
     _draw_limit(lines, limit)
     lines.set(xscale="log", yscale="log", xlabel="devices N", ylabel="GB per device")
     lines.set_title("model states, without activations", fontsize=10)
@@ -49,17 +48,16 @@ def plot(
 
 
 def _draw_bars(axes: Any, plans: Sequence[Plan], limit: int) -> None:
-    bottom = [0.0] * len(plans)
-    labels = [f"stage {plan.stage}" for plan in plans]
+    bottom, labels = np.zeros(len(plans)), [f"stage {plan.stage}" for plan in plans]
+    totals = [plan.predicted.total_bytes / 1e9 for plan in plans]
     for term in (n for n in term_names(plans) if n != "host"):
-        heights = [term_bytes(plan, term) / 1e9 for plan in plans]
-        if max(heights) < 0.002 * max(plan.predicted.total_bytes for plan in plans) / 1e9:
-            continue  # would not be seen
-        axes.bar(labels, heights, bottom=bottom, label=term.replace("_", " "))
-        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    for at, plan in enumerate(plans):
+        heights = np.array([plan.predicted.terms.get(term, 0) / 1e9 for plan in plans])
+        if max(heights) >= 0.002 * max(totals):  # others would not be seen
+            axes.bar(labels, heights, bottom=bottom, label=term.replace("_", " "))
+            bottom += heights
+    for at, (plan, total) in enumerate(zip(plans, totals, strict=True)):
         mark = "" if plan.compiled is None else f"\ncompiled {plan.total_bytes / 1e9:.3g}"
-        text = f"{plan.predicted.total_bytes / 1e9:.3g} GB{mark}"
+        text = f"{total:.3g} GB{mark}"
         axes.annotate(text, (at, bottom[at]), ha="center", va="bottom", fontsize=8)
     _draw_limit(axes, limit)
     axes.set(ylabel="GB per device", ylim=(0, 1.15 * max(bottom)))

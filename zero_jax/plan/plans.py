@@ -48,12 +48,9 @@ class Predicted:
     @property
     def terms(self) -> dict[str, int]:
         """Bytes by term; those on the device sum to `total_bytes`."""
-        own = {
-            "parameters": self.parameters,
-            "optimizer_state": self.optimizer_state,
-            "batch": self.batch,
-        }
-        return {**own, **self.temporaries, "host": self.host}
+        names = ("parameters", "optimizer_state", "batch")
+        stored = {name: getattr(self, name) for name in names}
+        return {**stored, **self.temporaries, "host": self.host}
 
     @property
     def alias_bytes(self) -> int:
@@ -114,7 +111,8 @@ class Plan:
     time: roofline.StepTime | None = None
 
     def __str__(self) -> str:
-        return format_plan(self)
+        parts = [format_stages([self]), format_layers(self)]
+        return "\n".join(parts if self.compiled is None else [*parts, "", format_proof(self, 0)])
 
     @property
     def total_bytes(self) -> int:
@@ -191,23 +189,23 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain data for JSON: the prediction and, if compiled, the audit."""
-        audit, time, sizes = (
-            self.compiled,
-            self.time,
-            ("total_bytes", "argument_bytes", "alias_bytes"),
+        audit, time, predicted = self.compiled, self.time, self.predicted
+        sizes, names = (
+            ("total_bytes", "argument_bytes", "alias_bytes", "terms"),
+            ("stage", "grad_accum_steps", "num_params"),
         )
         known: dict[str, Any] = {
-            **{name: getattr(self, name) for name in ("stage", "grad_accum_steps", "num_params")},
+            **{name: getattr(self, name) for name in names},
             "remat": str(self.remat),
             "mesh": dict(self.axes),
-            "predicted": {name: getattr(self.predicted, name) for name in (*sizes, "terms")},
+            "predicted": {name: getattr(predicted, name) for name in sizes},
             "elements_per_param": self.elements_per_param if self.countable else None,
             "sent_bytes": self.sent_bytes if self.countable else None,
         }
         if audit is None:
             return known
-        overlaps = {"layer_loop": True, "step": False} if self.countable else {}
-        fractions = {k: audit.overlap(layers_only=v).fraction for k, v in overlaps.items()}
+        loops = {"layer_loop": True, "step": False} if self.countable else {}
+        fractions = {k: audit.overlap(layers_only=v).fraction for k, v in loops.items()}
         return known | {
             "target": self.target.name if self.target else None,
             "error": self.error,
@@ -218,16 +216,13 @@ class Plan:
             "flops": audit.flops,
             "flops_not_counted": list(audit.uncounted),
             "step_time": dataclasses.asdict(time) if time else None,
-            "not_shown": list(aot.NOT_SHOWN[self.target.platform]) if self.target else [],
+            "not_shown": self.not_shown,
         }
 
-
-def format_plan(plan: Plan) -> str:
-    """Formats one plan: bytes by term, layers, and the compiled program if there is one."""
-    parts = [format_stages([plan]), format_layers(plan)]
-    if plan.compiled is not None:
-        parts += ["", format_proof(plan, 0)]
-    return "\n".join(parts)
+    @property
+    def not_shown(self) -> list[str]:
+        """Limits of the compile check."""
+        return list(aot.NOT_SHOWN[self.target.platform]) if self.target else []
 
 
 def format_stages(plans: Sequence[Plan], memory_bytes: int = 0) -> str:
@@ -237,20 +232,20 @@ def format_stages(plans: Sequence[Plan], memory_bytes: int = 0) -> str:
       plans: One plan per column.
       memory_bytes: Available bytes, to add a row that says which plans fit; 0 omits it.
     """
-    columns = ["", *(f"stage {plan.stage}" for plan in plans)]
-    names = [name for name in term_names(plans) if any(term_bytes(p, name) for p in plans)]
-    rows = [[name, *(gigabytes(term_bytes(p, name)) for p in plans)] for name in names]
+    terms = [plan.predicted.terms for plan in plans]
+    rows = [["", *(f"stage {plan.stage}" for plan in plans)]]
+    for name in term_names(plans):
+        if any(of.get(name) for of in terms):
+            rows.append([name, *(gigabytes(of.get(name, 0)) for of in terms)])
     rows.append(["total", *(gigabytes(p.predicted.total_bytes) for p in plans)])
-    compiled = [p for p in plans if p.compiled]
-    if compiled:
+    if any(p.compiled for p in plans):
         rows.append(["compiled", *(gigabytes(p.total_bytes) if p.compiled else "" for p in plans)])
         rows.append(["error", *(f"{p.error:+.1%}" if p.compiled else "" for p in plans)])
     if memory_bytes:
         fits = ("fits" if p.total_bytes <= memory_bytes else "does not fit" for p in plans)
         rows.append([f"in {gigabytes(memory_bytes)}", *fits])
-    rows.append(["elements sent / Ψ", *(_elements_sent(p, 3) for p in plans)])
-    rows.append(["sent per step", *(_bytes_sent(p) for p in plans)])
-    return table([columns, *rows])
+    elements, sizes = zip(*(_sent(plan, 3) for plan in plans), strict=True)
+    return table([*rows, ["elements sent / Ψ", *elements], ["sent per step", *sizes]])
 
 
 def format_layers(plan: Plan) -> str:
@@ -270,26 +265,24 @@ def format_proof(plan: Plan, memory_bytes: int) -> str:
     audit = plan.compiled
     assert audit is not None
     name = plan.target.name if plan.target else "these devices"
-    fits = ""
+    fits, (elements, size) = "", _sent(plan, 4)
     if memory_bytes:
         word = "fits" if audit.total_bytes <= memory_bytes else "does NOT fit"
         fits = f": {word} in {gigabytes(memory_bytes)}"
     flops = "unknown" if audit.flops is None else f"{audit.flops / 1e12:,.1f} TFLOP"
+    kept = f"{gigabytes(audit.temp_bytes)}, fragmentation {audit.fragmentation:.3f}"
     rows = [
         ["total", gigabytes(audit.total_bytes) + fits],
         ["  arguments", f"{audit.argument_bytes:,} (predicted {plan.predicted.argument_bytes:,})"],
         ["  aliased", f"{audit.alias_bytes:,} (predicted {plan.predicted.alias_bytes:,})"],
-        [
-            "  temporaries",
-            f"{gigabytes(audit.temp_bytes)}, fragmentation {audit.fragmentation:.3f}",
-        ],
+        ["  temporaries", kept],
         ["  outputs not aliased", gigabytes(audit.output_bytes - audit.alias_bytes)],
         ["  host", gigabytes(audit.host_bytes)],
         ["predicted", f"{gigabytes(plan.predicted.total_bytes)} ({plan.error:+.1%})"],
-        ["elements sent / Ψ", _elements_sent(plan, 4)],
-        ["sent per step", _bytes_sent(plan)],
-        ["  whole step", _sent(plan, layers_only=False)],
-        ["  in layer loops", _sent(plan, layers_only=True)],
+        ["elements sent / Ψ", elements],
+        ["sent per step", size],
+        ["  whole step", _overlap(plan, layers_only=False)],
+        ["  in layer loops", _overlap(plan, layers_only=True)],
         *([] if plan.time is None else [["  overlapped", _overlapped(plan.time)]]),
         ["matmuls", flops],
     ]
@@ -309,26 +302,20 @@ def format_proof(plan: Plan, memory_bytes: int) -> str:
             if plan.host_seconds:
                 crossing += f", {plan.host_seconds:.4f} s without overlap"
             parts += [f"- Transfers to host memory are not part of the step time: {crossing}."]
-    if plan.target is not None:
-        parts += [
-            "",
-            "Not shown by a compile check",
-            *(f"- {line}" for line in aot.NOT_SHOWN[plan.target.platform]),
-        ]
+    if plan.not_shown:
+        parts += ["", "Not shown by a compile check", *(f"- {line}" for line in plan.not_shown)]
     return "\n".join(parts)
 
 
-def _elements_sent(plan: Plan, digits: int) -> str:
-    return f"{plan.elements_per_param:.{digits}f}" if plan.countable else "?"
-
-
-def _bytes_sent(plan: Plan) -> str:
-    return gigabytes(plan.sent_bytes) if plan.countable else "?"
-
-
-def _sent(plan: Plan, *, layers_only: bool) -> str:
-    assert plan.compiled is not None
+def _sent(plan: Plan, digits: int) -> tuple[str, str]:
+    """Formats the elements per parameter and the bytes that a plan sends."""
     if not plan.countable:
+        return "?", "?"
+    return f"{plan.elements_per_param:.{digits}f}", gigabytes(plan.sent_bytes)
+
+
+def _overlap(plan: Plan, *, layers_only: bool) -> str:
+    if plan.compiled is None or not plan.countable:
         return "unknown: a loop around a collective depends on data"
     sent = plan.compiled.overlap(layers_only=layers_only)
     return (
@@ -347,7 +334,3 @@ def _overlapped(time: roofline.StepTime) -> str:
 def term_names(plans: Sequence[Plan]) -> list[str]:
     """Returns the names of the terms of all plans."""
     return list(dict.fromkeys(name for plan in plans for name in plan.predicted.terms))
-
-
-def term_bytes(plan: Plan, name: str) -> int:
-    return plan.predicted.terms.get(name, 0)
