@@ -210,9 +210,11 @@ OVERLAPS = {"products": ([START, FUSED, product("y"), DONE], True, 2 * FLOPS),
 
 def audited(lines, computations=()):
     """The audit of literal text; its sizes are 0."""
-    kinds = [f"{at}{k}" for at in ("", "host_") for k in ("argument", "output", "alias", "temp")]
+    sizes = dict.fromkeys(
+        [f"{k}_bytes" for k in ("argument", "output", "alias", "temp", "host")], 0
+    )
     text = program(ARGUMENTS, *lines, computations=[*CALLED, *computations])
-    return auditor.of_text(text, dict.fromkeys(kinds, 0), None)
+    return auditor.of_text(text, sizes, None)
 
 
 @pytest.mark.parametrize("name", OVERLAPS)

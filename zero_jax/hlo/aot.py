@@ -155,11 +155,6 @@ def compile_for(
         audit = compiled(options)
         if latencies is None:
             return audit
-        if audit.flops is None:
-            raise ValueError(
-                f"`latencies`={str(latencies)!r}: a loop of the step has an unknown trip count: "
-                "use a loop of fixed length (jax.lax.scan), or leave latencies out"
-            )
         profile = pathlib.Path(latencies).absolute()
         seconds = modelled(audit.program, audit.collectives, target, releases.at_once(options))
         profile.write_text(text_of(seconds))

@@ -154,7 +154,7 @@ def audit(compiled: Compiled, mesh: Mapping[str, int] | None = None) -> Audit:
 
 
 def memory_sizes(compiled: Compiled) -> dict[str, int]:
-    """Returns the bytes of a program's arguments, outputs and temporaries, on device and host.
+    """Returns the bytes of a program by the fields of `Audit`.
 
     Raises:
         ValueError: No memory is reported.
@@ -163,8 +163,12 @@ def memory_sizes(compiled: Compiled) -> dict[str, int]:
     if memory is None:
         raise ValueError("this backend has no memory_analysis(): use `collectives` instead")
     kinds = ("argument", "output", "alias", "temp")
-    names = [f"{place}{kind}" for place in ("", "host_") for kind in kinds]
-    return {name: getattr(memory, f"{name}_size_in_bytes") for name in names}
+    device, host = (
+        {kind: int(getattr(memory, f"{place}{kind}_size_in_bytes")) for kind in kinds}
+        for place in ("", "host_")
+    )
+    sizes = {**device, "host": host["argument"] + host["temp"] + host["output"] - host["alias"]}
+    return {f"{kind}_bytes": size for kind, size in sizes.items()}
 
 
 def of_text(text: str, sizes: Mapping[str, int], mesh: Mapping[str, int] | None) -> Audit:
@@ -177,18 +181,11 @@ def of_text(text: str, sizes: Mapping[str, int], mesh: Mapping[str, int] | None)
         count = None
     return Audit(
         collectives=of_program(program, mesh),
-        argument_bytes=sizes["argument"],
-        output_bytes=sizes["output"],
-        alias_bytes=sizes["alias"],
-        temp_bytes=sizes["temp"],
-        host_bytes=sizes["host_argument"]
-        + sizes["host_temp"]
-        + sizes["host_output"]
-        - sizes["host_alias"],
         peak=liveness.peak(program),
         flops=count,
         uncounted=flops.uncounted(),
         program=program,
+        **sizes,
     )
 
 

@@ -143,36 +143,36 @@ def of_program(program: Program, mesh: Mapping[str, int] | None) -> tuple[Collec
     flops = Flops(program)
     return tuple(
         _collective(execution, flops, mesh)
-        for execution in _executions(program.entry)
+        for execution in executions(program.entry)
         if execution.instruction.kind in KINDS
         if execution.instruction.attributes.get("is_host_transfer") != "true"
     )
 
 
-class _Execution(NamedTuple):
+class Execution(NamedTuple):
     """An instruction as it is reached from the entry computation."""
 
     instruction: Instruction
-    callers: "tuple[_Execution, ...]"  # the loops, branches, fusions, starts around it, outer first
+    callers: "tuple[Execution, ...]"  # the loops, branches, fusions, starts around it, outer first
     times: int | None  # per run of the program, every branch taken; None if a trip count is unknown
 
 
-def _executions(
-    computation: Computation, callers: tuple[_Execution, ...] = (), times: int | None = 1
-) -> Iterator[_Execution]:
+def executions(
+    computation: Computation, callers: tuple[Execution, ...] = (), times: int | None = 1
+) -> Iterator[Execution]:
     """Lists the instructions of a run in order; a computation called twice is listed twice.
 
     The work of asynchronous pairs counts where it starts.
     """
     for i in computation.instructions.values():
-        execution = _Execution(i, callers, times)
+        execution = Execution(i, callers, times)
         yield execution
         for called, trips in i.calls:
             all_times = None if times is None or trips is None else times * trips
-            yield from _executions(called, (*callers, execution), all_times)
+            yield from executions(called, (*callers, execution), all_times)
 
 
-def _collective(execution: _Execution, flops: Flops, mesh: Mapping[str, int] | None) -> Collective:
+def _collective(execution: Execution, flops: Flops, mesh: Mapping[str, int] | None) -> Collective:
     i = execution.instruction
     # Operands look alike everywhere; results differ between plain, start and wrapped forms.
     operands = i.inputs[:1] if i.kind in _FIRST_OPERAND else i.inputs

@@ -16,12 +16,12 @@ The numbers fit the scheduler's model of the machine, and are not times:
   to its double.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from zero_jax.hlo import roofline
-from zero_jax.hlo.collectives import Collective
+from zero_jax.hlo.collectives import Collective, executions
 from zero_jax.hlo.flops import Flops
-from zero_jax.hlo.hlo_text import Computation, Instruction, Program
+from zero_jax.hlo.hlo_text import Program
 from zero_jax.hlo.targets import Target
 
 SUFFIX = ".pbtxt"  # of the only files that XLA reads as text
@@ -37,13 +37,18 @@ def modelled(
       collectives: Its collectives.
       target: As for `roofline.step_time`.
       at_once: Number of collectives that XLA runs at a time.
+
+    Raises:
+      ValueError: A loop has an unknown trip count.
     """
     flops = Flops(program)
     kernels = roofline.kernels(target, flops)
     latencies = {
         i.name: seconds
-        for i in _launched(program.entry)
-        if (seconds := kernels.instruction(i)[0]) and i.kind not in roofline.CALLS
+        for i, callers, _ in executions(program.entry)
+        if all(caller.instruction.kind in roofline.CALLS for caller in callers)
+        and (seconds := kernels.instruction(i)[0])  # raises in a loop of unknown length
+        and i.kind not in roofline.CALLS
     }
     timeline = roofline.Timeline(flops, collectives, target)
     for_the_update = _only_for_the_update(flops)
@@ -66,14 +71,6 @@ def text_of(seconds: Mapping[str, float]) -> str:
         f'costs {{ name: "{name}" cost_us: {1e6 * latency:.3f} }}\n'
         for name, latency in seconds.items()
     )
-
-
-def _launched(computation: Computation) -> Iterator[Instruction]:
-    """Lists the instructions of a run, without those inside kernels."""
-    for i in computation.instructions.values():
-        yield i
-        for called in i.called if i.kind in roofline.CALLS else ():
-            yield from _launched(called)
 
 
 def _only_for_the_update(flops: Flops) -> set[str]:

@@ -50,9 +50,7 @@ class Candidate:
         """The fields by name, for `Zero.replace`."""
         return dict(vars(self))
 
-    def cost(
-        self, plan: Plan | None = None, trained: float = 1.0
-    ) -> tuple[float, float, bool, int, int]:
+    def cost(self, plan: Plan | None = None, trained: float = 1.0) -> tuple[float, ...]:
         """Returns the sort key of a candidate; without a plan host transfers count as free.
 
         The first number is elements sent over Ψ / MP: those of the paper, and host transfers.
@@ -61,11 +59,15 @@ class Candidate:
           plan: The plan of this candidate.
           trained: Fraction of Ψ that is not frozen.
         """
-        words = elements_per_param(self.stage, self.grad_accum_steps, self.remat, trained)
+        words, *order, _ = self._demands(trained)
         crossing = plan.host_elements_per_param if plan is not None else 0.0
+        return (words + crossing, *order, -self.stage)
+
+    def _demands(self, trained: float) -> tuple[float, ...]:
         policy = policies.parse(self.remat)
-        order = (policy.passes, policy.partitioned, self.grad_accum_steps, -self.stage)
-        return (words + crossing, *order)
+        words = elements_per_param(self.stage, self.grad_accum_steps, self.remat, trained)
+        order = (policy.passes, policy.partitioned, self.grad_accum_steps)
+        return (words, *order, any(place.host for place in policy.places))
 
     def recomputing_more(self) -> "list[Candidate]":
         """Returns those with a policy that recomputes more, and that sends as many elements."""
@@ -81,16 +83,9 @@ class Candidate:
         Stages are compared by compiling them: what sends more may be quicker, where its collectives
         overlap with matrix products.
         """
-        mine, theirs = policies.parse(self.remat), policies.parse(other.remat)
-        return (
-            self.stage == other.stage
-            and self.cost(trained=trained)[0] <= other.cost(trained=trained)[0]
-            and self.grad_accum_steps <= other.grad_accum_steps
-            and mine.passes <= theirs.passes
-            and mine.partitioned <= theirs.partitioned
-            and any(p.host for p in mine.places) <= any(p.host for p in theirs.places)
-            and self.offload in (NONE, other.offload)
-        )
+        alike = self.stage == other.stage and self.offload in (NONE, other.offload)
+        demands = zip(self._demands(trained), other._demands(trained), strict=True)
+        return alike and all(mine <= theirs for mine, theirs in demands)
 
     def __str__(self) -> str:
         stored = f", {self.offload} in host memory" if self.offload.streams else ""
@@ -120,17 +115,11 @@ def combinations(
     ['stage 2, 1 micro-batches, remat none', 'stage 2, 1 micro-batches, remat dots']
     """
     counts = [k for k in range(1, rows + 1) if rows % k == 0 and k % grad_accum_steps == 0]
-    ways = itertools.product((1, 2, 3), counts, _policies(remat, places), states)
-    return sorted((Candidate(*way) for way in ways if way[:2] != (1, 1)), key=Candidate.cost)
-
-
-def _policies(remat: str, places: tuple[str, ...]) -> list[str]:
     known = policies.POLICIES
-    if remat not in known:
-        return [remat]
-    least = known[known.index(remat) :]
-    moved = [f"{p}@{at}" for p in least if p.startswith("block") for at in places]
-    return [*least, *moved]
+    ways = list(known[known.index(remat) :]) if remat in known else [remat]
+    ways += [f"{way}@{at}" for way in ways if way in known[2:] for at in places]
+    each = itertools.product((1, 2, 3), counts, ways, states)
+    return sorted((Candidate(*way) for way in each if way[:2] != (1, 1)), key=Candidate.cost)
 
 
 def of_config(

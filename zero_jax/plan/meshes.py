@@ -12,7 +12,7 @@ from zero_jax.plan.auto import MARGIN
 from zero_jax.plan.plans import Plan
 from zero_jax.plan.tables import gigabytes, table
 
-_MOST = 16  # largest MP: beyond, matmuls are too small for a device
+_SIZES = (1, 2, 4, 8, 16)  # of MP: beyond, matmuls are too small for a device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +41,7 @@ def splits(devices: int, replica: int = 1) -> list[int]:
     >>> splits(48), splits(8, replica=2)
     ([1, 2, 4, 8, 16], [1, 2, 4])
     """
-    counts = (2**power for power in range(_MOST.bit_length()))
-    return [mp for mp in counts if devices % (mp * replica) == 0]
+    return [mp for mp in _SIZES if devices % (mp * replica) == 0]
 
 
 def compare(counts: Sequence[int], plan: Callable[[int, bool], Plan], limit: int) -> Iterator[Row]:
@@ -55,15 +54,13 @@ def compare(counts: Sequence[int], plan: Callable[[int, bool], Plan], limit: int
     """
     for mp in counts:
         try:
-            planned = plan(mp, False)
-            if planned.total_bytes > limit * (1 + MARGIN):
-                yield Row(mp, planned, "does not fit, as predicted")
-                continue
-            planned = plan(mp, True)
+            planned, why = plan(mp, False), "does not fit, as predicted"
+            if planned.total_bytes <= limit * (1 + MARGIN):
+                planned = plan(mp, True)
+                why = "" if planned.total_bytes <= limit else "does not fit"
+            yield Row(mp, planned, why)
         except ValueError as error:
             yield Row(mp, None, str(error))
-            continue
-        yield Row(mp, planned, "" if planned.total_bytes <= limit else "does not fit")
 
 
 def fastest(rows: Sequence[Row]) -> Row | None:

@@ -209,30 +209,33 @@ class _Recorder(Interpreter[Value | None]):
 
     def _inlined(self, eqn: jex.JaxprEqn, values: Values) -> Values:
         """Records the body of a scan with one iteration."""
-
-        def views(variables: Sequence[jex.Var], values: Values) -> list[Value]:
-            pairs = zip(variables, values, strict=True)
-            return [self._view(eqn, x, var, _split_as(x, shape_of(var))) for var, x in pairs]
-
         body = jaxprs.inner(eqn)
-        return views(eqn.outvars, self.run(body, views(body.jaxpr.invars, values)))
+        inside = self._views(eqn, values, body.jaxpr.invars)
+        return self._views(eqn, self.run(body, inside), eqn.outvars)
 
     def _shard_map(self, eqn: jex.JaxprEqn, values: Values) -> Values:
         """Inlines a part that is manual over `model`: its values are those of one device."""
-        body, specs, inside = as_closed(eqn.params["jaxpr"]), eqn.params["in_specs"], list[Value]()
-        for var, value, spec in zip(body.jaxpr.invars, values, specs, strict=True):
+        body, specs = as_closed(eqn.params["jaxpr"]), eqn.params["in_specs"]
+        for value, spec in zip(values, specs, strict=True):
             if value is not None and value.split is None:
                 value.split = _dim_over_model(spec)
-            inside.append(self._view(eqn, value, var, None))
-        dims = map(_dim_over_model, eqn.params["out_specs"])
-        results = zip(eqn.outvars, self.run(body, inside), dims, strict=True)
-        return [self._view(eqn, value, var, dim) for var, value, dim in results]
+        inside = self._views(eqn, values, body.jaxpr.invars, [None] * len(values))
+        dims = list(map(_dim_over_model, eqn.params["out_specs"]))
+        return self._views(eqn, self.run(body, inside), eqn.outvars, dims)
 
-    def _view(self, eqn: jex.JaxprEqn, value: Value | None, var: jex.Var, split: Dim) -> Value:
-        """Returns a value under another shape."""
-        view = self.value(var, split)
-        self._record(eqn, "reshape", [value], [view], 1)
-        return view
+    def _views(
+        self,
+        eqn: jex.JaxprEqn,
+        values: Values,
+        variables: Sequence[jex.Var],
+        splits: Sequence[Dim] | None = None,
+    ) -> list[Value]:
+        """Returns values under the shapes of variables; they are sharded alike without `splits`."""
+        alike = [_split_as(v, shape_of(var)) for v, var in zip(values, variables, strict=True)]
+        views = list(map(self.value, variables, splits or alike))
+        for value, view in zip(values, views, strict=True):
+            self._record(eqn, "reshape", [value], [view], 1)
+        return views
 
 
 def _present(values: Iterable[Value | None]) -> list[Value]:

@@ -78,11 +78,6 @@ def temporaries(
     step = linear_step(part, [None] * first + split, parts)
     weights = step.inputs[first : first + len(leaves)]
     of_layers = {w for w, leaf in zip(weights, leaves, strict=True) if leaf.in_layer}
-    return peak(step, {*weights}, of_layers, on_gpu)
-
-
-def peak(step: LinearStep, weights: set[Value], of_layers: set[Value], on_gpu: bool) -> Temporaries:
-    """Returns the temporaries of a step, given its inputs that are parameters, and of layers."""
     buffers = Lifetimes(step, on_gpu).buffers()
     changes = Counter[int]()
     for buffer in buffers:
@@ -92,7 +87,7 @@ def peak(step: LinearStep, weights: set[Value], of_layers: set[Value], on_gpu: b
     held = itertools.accumulate(changes[time] for time in times)
     worst, _ = max(zip(times, held, strict=True), key=operator.itemgetter(1), default=(0, 0))
     live = [buffer for buffer in buffers if buffer.start <= worst <= buffer.stop]
-    return Temporaries(_by_term(step, live, weights, of_layers), _host_bytes(step))
+    return Temporaries(_by_term(step, live, {*weights}, of_layers), _host_bytes(step))
 
 
 def _by_term(
