@@ -21,8 +21,7 @@ import forecasts
 import jax
 
 from zero_jax.hlo import aot
-from zero_jax.plan.auto import search
-from zero_jax.plan.candidates import Candidate, combinations
+from zero_jax.plan.auto import Candidate, combinations, search
 from zero_jax.plan.plans import Plan
 
 PROGRAMS: dict[str, Callable[[], forecasts.Program]] = {

@@ -13,9 +13,8 @@ from problems import assert_bitwise, out_of_memory
 import zero_jax
 from zero_jax.hlo import targets
 from zero_jax.offload.host import CannotStream
-from zero_jax.plan import candidates, meshes
-from zero_jax.plan.auto import search
-from zero_jax.plan.candidates import STATES, Candidate, combinations
+from zero_jax.plan import advice
+from zero_jax.plan.auto import STATES, Candidate, combinations, limits, of_config, search
 from zero_jax.plan.tables import gigabytes
 
 TX, ignore = optax.adamw(1e-3), [].append
@@ -98,13 +97,13 @@ def uses_host(candidate):
 def test_which_candidates_and_how_much_memory_a_mesh_and_a_target_have():
     def found(target="h100", initialized=False, mesh=None, **settings):
         zero = auto(mesh=mesh or zero_jax.abstract_mesh(8), **settings)
-        return candidates.of_config(zero.config, 1, target, initialized)
+        return of_config(zero.config, 1, target, initialized)
 
     def places(**settings):
         mesh = zero_jax.abstract_mesh(4, model=2)
         return {c.remat.partition("@")[2] for c in found(mesh=mesh, **settings)}
 
-    limit = candidates.device_limit(auto(None, zero_jax.abstract_mesh(8)).config, "h100")
+    limit = limits(auto(None, zero_jax.abstract_mesh(8)).config, "h100")[0]
     assert limit == int(0.92 * targets.target("h100").memory_bytes)
     tiers = {(c.remat, str(c.offload)) for c in found()}
     assert {("block@host", "optimizer,params"), ("none", "optimizer")} <= tiers
@@ -276,11 +275,11 @@ def test_the_fastest_mesh_of_those_that_fit_is_named(sizes, compiled, why, faste
         more |= {"countable": True, "elements_per_param": 3.0, "time": time if compile else None}
         return types.SimpleNamespace(**more)
 
-    rows = list(meshes.compare(meshes.splits(64), plan, 100))
+    rows = list(advice.compare(advice.splits(64), plan, 100))
     assert asked == compiled
     assert [row.why for row in rows] == [*why, "12 heads do not divide by 16"]
-    assert meshes.fastest(rows) is (rows[fastest] if fastest else None)
-    said = meshes.format_meshes(rows)
+    assert advice.fastest(rows) is (rows[fastest] if fastest else None)
+    said = advice.format_meshes(rows)
     if fastest:
         assert "fastest that fits" in said.splitlines()[4]
         assert "25%" in said and said.endswith("use --mesh model=8")

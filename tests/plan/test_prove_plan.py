@@ -10,8 +10,7 @@ import zero_jax
 from zero_jax.commands import plan as command
 from zero_jax.commands.case import Case
 from zero_jax.models import families, gpt
-from zero_jax.plan.auto import search
-from zero_jax.plan.candidates import of_config
+from zero_jax.plan.auto import of_config, search
 
 pytestmark = pytest.mark.compile
 BF16 = zero_jax.Precision("bf16", reduce_dtype="bf16")

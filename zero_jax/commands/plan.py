@@ -47,8 +47,7 @@ from zero_jax.interchange import folder_config
 from zero_jax.models import families, gpt
 from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.names import parse_bytes, unknown
-from zero_jax.plan import candidates, expert_elements, meshes, pictures
-from zero_jax.plan.advice import format_advice, least_seconds
+from zero_jax.plan import advice, auto, expert_elements, pictures
 from zero_jax.plan.model_states import STAGES
 from zero_jax.plan.plans import Plan, format_layers, format_proof, format_stages
 from zero_jax.sharding.mesh import abstract_mesh, axis_size, batch_shards, data_axis, experts_size
@@ -190,8 +189,9 @@ def _plan(command: str, settings: PlanSettings) -> int:
     if isinstance(case.config, DecoderConfig) and case.config.mixture is not None:
         print(_of_experts(case, case.config, case.config.mixture.experts, target), end="")
     if command == "memory":
-        seconds = [least_seconds(plan, case.model_flops / target.flops, target) for plan in plans]
-        print(format_advice(plans, memory_bytes, seconds), end="")
+        products = case.model_flops / target.flops
+        seconds = [advice.least_seconds(plan, products, target) for plan in plans]
+        print(advice.format_advice(plans, memory_bytes, seconds), end="")
     if shown.compiled is not None:
         print("\n" + format_proof(shown, memory_bytes))
     if settings.latencies is not None:
@@ -213,7 +213,7 @@ def _limit(settings: PlanSettings, target: targets.Target) -> int:
     """Returns the bytes of device memory that a step may use; 0 if unknown."""
     if settings.memory_limit is not None:
         return parse_bytes(settings.memory_limit, "--memory-limit")
-    return candidates.usable(target)
+    return auto.usable(target)
 
 
 def _meshes(settings: PlanSettings) -> int:
@@ -237,11 +237,11 @@ def _meshes(settings: PlanSettings) -> int:
         aim = {"target": settings.target, "topology": settings.topology} if compile else {}
         return case.plan(settings.stage, **aim)
 
-    counts = meshes.splits(devices, sizes.get("replica", 1) * sizes.get("experts", 1))
-    rows = list(meshes.compare(counts, plan, limit))
+    counts = advice.splits(devices, sizes.get("replica", 1) * sizes.get("experts", 1))
+    rows = list(advice.compare(counts, plan, limit))
     print(_title(case_of(dataclasses.replace(settings, devices=devices)), settings))
-    print(meshes.format_meshes(rows))
-    return 0 if meshes.fastest(rows) else 1
+    print(advice.format_meshes(rows))
+    return 0 if advice.fastest(rows) else 1
 
 
 def devices_of(settings: PlanSettings) -> int:

@@ -65,17 +65,11 @@ def check(
     topology: str | None = None,
     latencies: str | pathlib.Path | None = None,
 ) -> str:
-    """Returns the topology to compile for; called before any tracing.
-
-    Args:
-      target: The target to compile for; None for the devices that are present.
-      devices: Number of devices.
-      topology: See `targets.topology`.
-      latencies: See `compile_for`.
+    """Returns the topology to compile for, "" without a target; called before any tracing.
 
     Raises:
       ValueError: The target cannot be compiled for here, and the message says what to install; or
-        another argument does not fit it.
+        another argument, see `compile_for`, does not fit it.
     """
     if latencies is not None:
         if target is None or target.platform != "cuda":

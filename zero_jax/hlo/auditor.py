@@ -154,11 +154,7 @@ def audit(compiled: Compiled, mesh: Mapping[str, int] | None = None) -> Audit:
 
 
 def memory_sizes(compiled: Compiled) -> dict[str, int]:
-    """Returns the bytes of a program by the fields of `Audit`.
-
-    Raises:
-        ValueError: No memory is reported.
-    """
+    """Returns the bytes of a program by the fields of `Audit`; raises if none are reported."""
     memory = compiled.memory_analysis()
     if memory is None:
         raise ValueError("this backend has no memory_analysis(): use `collectives` instead")

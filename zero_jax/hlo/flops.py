@@ -22,10 +22,8 @@ _NO_WORK = re.compile(r"AllocateBuffer$")
 class Totals:
     """Adds up a cost: loops times their trips, of a conditional the most expensive branch.
 
-    Args:
-      cost: Cost of an instruction with all that it calls, its first number the one by which
-        branches are compared; None for an instruction that costs as much as what it calls.
-      nothing: The cost of nothing, as many zeros.
+    `cost` is that of an instruction with all that it calls, and None for one that costs as much as
+    what it calls. Branches are compared by its first number. `nothing` is as many zeros.
     """
 
     def __init__(self, cost: Callable[[Instruction], Cost | None], nothing: Cost):
@@ -37,11 +35,7 @@ class Totals:
         return self._sum((self.instruction(i), 1) for i in computation.instructions.values())
 
     def instruction(self, i: Instruction) -> Cost:
-        """Returns the cost of one run of an instruction.
-
-        Raises:
-          ValueError: A loop with a cost has an unknown trip count.
-        """
+        """Returns the cost of one run; raises ValueError for a loop of unknown length."""
         cost = self._cost(i)
         if cost is not None:
             return cost
@@ -70,12 +64,7 @@ class Flops(Totals):
         self.program = program
 
     def total(self) -> int:
-        """Returns the FLOPs of one run on one device.
-
-        Raises:
-          ValueError: A loop with matrix products has an unknown trip count, or a product cannot
-            be read.
-        """
+        """Returns the FLOPs of one run on one device, or raises ValueError if they are unknown."""
         return int(self.computation(self.program.entry)[0])
 
     def count(self, i: Instruction) -> int:

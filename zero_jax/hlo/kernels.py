@@ -90,11 +90,7 @@ def _bytes(value: Instruction, elements: float) -> int:
 
 
 def updates(inside: Computation) -> list[tuple[int, Instruction, Instruction]]:
-    """Returns the results that a fusion makes of a parameter in place.
-
-    Returns:
-      For each its position, the update, and the parameter.
-    """
+    """Returns position, update and parameter of each result that a fusion makes in place."""
     found = []
     for position, result in enumerate(inside.results):
         update = _unreshaped(result)

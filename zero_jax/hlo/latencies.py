@@ -32,14 +32,8 @@ def modelled(
 ) -> Mapping[str, float]:
     """Returns the latencies of instructions in seconds, by their names.
 
-    Args:
-      program: A scheduled program, parsed.
-      collectives: Its collectives.
-      target: As for `roofline.step_time`.
-      at_once: Number of collectives that XLA runs at a time.
-
-    Raises:
-      ValueError: A loop has an unknown trip count.
+    Arguments are those of `roofline.step_time`, and the number of collectives that XLA runs at a
+    time. Raises ValueError if a loop has an unknown trip count.
     """
     flops = Flops(program)
     kernels = roofline.kernels(target, flops)

@@ -72,10 +72,7 @@ def peak(program: Program) -> Peak:
     """Returns the largest set of temporaries that are live at once.
 
     Arguments, outputs and constants are not temporaries. Temporaries that XLA puts into an output's
-    memory before that is written are counted nevertheless.
-
-    Args:
-      program: A scheduled program (`is_scheduled=true`), parsed.
+    memory before that is written are counted nevertheless. The program has to be a scheduled one.
     """
     steps = _Schedule(program).steps
     known = dict.fromkeys(itertools.chain.from_iterable(step.out for step in steps))
@@ -94,11 +91,7 @@ def peak(program: Program) -> Peak:
 
 
 class _Schedule:
-    """All instructions in order, with the bodies of loops and branches in the place of their calls.
-
-    Attributes:
-      steps: The instructions.
-    """
+    """All instructions in order, with the bodies of loops and branches in the place of calls."""
 
     def __init__(self, program: Program):
         self._program = program

@@ -54,13 +54,9 @@ class Target:
     clock_ghz: float = 0.0
 
     def ring_wire(self, members: int, near: int) -> float:
-        """Returns the bytes/s of each device in a ring.
+        """Returns the bytes/s of each device in a ring of `members`, `near` of them per host.
 
         A ring through several hosts uses the slow interconnects of all its members on a host.
-
-        Args:
-          members: Devices of the ring.
-          near: Members per host, at least 1.
         """
         return self.fast_wire if members <= near else min(self.fast_wire, near * self.slow_wire)
 

@@ -26,12 +26,8 @@ def even(
     recomputed. Between hosts a gather shares the links of all its members on a host; an all-to-all
     uses that of its device.
 
-    Args:
-      config: Config of a decoder with experts.
-      groups: Number of groups of devices.
-      devices: Number of devices; those of a group are neighbours.
-      remat: Remat policy.
-      target: Device with its links; by default one link for all, which compares elements sent.
+    Devices of a group are neighbours. The default target has one link for all, which compares
+    elements sent.
 
     >>> from zero_jax.hlo import targets
     >>> from zero_jax.models.decoder import Mixture, preset

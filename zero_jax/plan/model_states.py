@@ -110,30 +110,30 @@ def estimate(
     if shards is not None and stage > 0:
         experts = math.gcd(shards, splitter.experts)
         splitter = dataclasses.replace(splitter, shards=shards, experts=experts)
-    cuts = splitter(params)
-    leaves = jax.tree.leaves(params)
+    cuts, word = splitter(params), compute.itemsize
     flags = paths.frozen_leaves(params, config.frozen)
-    trained_cuts = [c for c, f in zip(cuts, flags, strict=True) if not f]
-    gathered = max(map(_elements, cuts), default=0) if window is None else window
-    word = compute.itemsize
-    rests = [x if f else _master(x) for x, f in zip(leaves, flags, strict=True)]
-    copied = sum(n * _word(x, word) for n, x in zip(map(_elements, cuts), rests, strict=True))
-    grad_word = word if config.grad_accum_steps == 1 else 4
+    leaves = zip(jax.tree.leaves(params), flags, strict=True)
+    rests = [leaf if is_frozen else _master(leaf) for leaf, is_frozen in leaves]
+    trained_cuts = [cut for cut, is_frozen in zip(cuts, flags, strict=True) if not is_frozen]
+    gathered = word * (max(map(_elements, cuts), default=0) if window is None else window)
+    # Floats are gathered in the compute dtype. At stage 0 those stored in it are their own copy,
+    # and so are other leaves.
+    widths = [word if _is_float(x) else x.dtype.itemsize for x in rests]
+    if stage == 0:
+        widths = [word if _is_float(x) and x.dtype != compute else 0 for x in rests]
+    copy = sum(n * width for n, width in zip(map(_elements, cuts), widths, strict=True))
+    if stage == 3:
+        copy = gathered + (word * sum(map(_in_step, cuts)) if config.parts > 1 else 0)
     full_grads = sum(map(_elements, trained_cuts))
     shard_grads = 4 * sum(map(_in_step, trained_cuts))
-    joined = word * sum(map(_in_step, cuts)) if config.parts > 1 else 0
-    # Leaves stored in the compute dtype, and leaves of integers, are their own copy at stage 0.
-    cast = [_is_float(x) and x.dtype != compute for x in rests]
-    own = sum(_elements(cut) for cut, is_cast in zip(cuts, cast, strict=True) if is_cast)
-    copies = {0: word * own, 3: word * gathered + joined}
-    whole = grad_word * full_grads
+    whole = (word if config.grad_accum_steps == 1 else 4) * full_grads
     # A micro-batch's full gradients wait for those of the others, or are reduce-scattered at once.
     waits = lifetime(stage, config.grad_accum_steps).gradient == STEP
-    gradients = (whole if waits else word * gathered) + shard_grads if stage else whole
+    gradients = (whole if waits else gathered) + shard_grads if stage else whole
     return Estimate(
         parameters=layout.bytes_per_device(cuts, rests),
         state=_state_bytes(params, cuts, tx, config),
-        copy=copies.get(stage, copied),
+        copy=copy,
         gradients=gradients,
     )
 
@@ -182,11 +182,6 @@ def _master(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Returns a trained leaf as it is stored: floats narrower than fp32 are widened."""
     wide = jax.numpy.promote_types(leaf.dtype, np.float32) if _is_float(leaf) else leaf.dtype
     return jax.ShapeDtypeStruct(leaf.shape, wide)
-
-
-def _word(leaf: jax.ShapeDtypeStruct, word: int) -> int:
-    """Returns the bytes of an element while it is gathered: floats are in the compute dtype."""
-    return word if _is_float(leaf) else int(leaf.dtype.itemsize)
 
 
 def _state_bytes(

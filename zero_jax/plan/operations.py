@@ -31,18 +31,12 @@ LOOP, LOOP_END = "loop", "loop_end"
 
 @dataclass(eq=False)
 class Value:
-    """An array that an operation computes, compared by identity.
+    """An array that an operation computes, compared by identity."""
 
-    Attributes:
-      shape, full_bytes: Those on one device, not divided by the size of `model`.
-      split, parts: The dim that is sharded over `model`, or None; the size of that axis.
-      on_host: True in host memory.
-    """
-
-    shape: tuple[int, ...]
-    full_bytes: int
-    split: Dim = None
-    parts: int = 1
+    shape: tuple[int, ...]  # on one device, not divided by the size of `model`
+    full_bytes: int  # of that shape
+    split: Dim = None  # the dim that is sharded over `model`
+    parts: int = 1  # the size of that axis
     on_host: bool = False
 
     @property
@@ -62,20 +56,13 @@ Values = Sequence[Value | None]
 
 @dataclass(eq=False)
 class Operation:
-    """An equation, or an end of a loop.
+    """An equation, or an end of a loop."""
 
-    Attributes:
-      name: The primitive.
-      context: Its place in the traced function.
-      inputs: Values it reads.
-      outputs: Values it computes.
-      shared: (input, output) pairs that share memory: views, targets of updates, states of loops.
-    """
-
-    name: str
-    context: str
+    name: str  # the primitive
+    context: str  # its place in the traced function
     inputs: list[Value]
     outputs: list[Value]
+    # (input, output) pairs that share memory: views, targets of updates, states of loops.
     shared: Sequence[tuple[Value, Value]] = ()
 
 

@@ -62,10 +62,10 @@ def temporaries(
     parts: int = 1,
     on_gpu: bool = False,
 ) -> Temporaries:
-    """Predicts the temporaries of a traced training step.
+    """Predicts the temporaries of a traced training step, which has a `shard_map` in it.
 
     Args:
-      jaxpr: The step, `jax.jit(step).trace(...).jaxpr`, with a `shard_map` in it.
+      jaxpr: The step, `jax.jit(step).trace(...).jaxpr`.
       leaves: The parameters; they are the first inputs of that `shard_map`.
       given: Number of all inputs; arrays that the loss closes over come before them.
       parts: MP, the size of the model axis.

@@ -19,15 +19,8 @@ def plot(
 ) -> None:
     """Draws bytes per device by stage, stacked by term, and model states against N.
 
-    Args:
-      plans: one for each stage.
-      curves: for each stage, (N, bytes of model states).
-      path: where to write the picture.
-      title: its title.
-      limit: bytes of the device, drawn as a line; 0 draws none.
-
-    Raises:
-      ValueError: matplotlib is not installed.
+    `plans` has one for each stage, `curves` pairs of N and bytes. A limit is drawn as a line.
+    Raises ValueError if matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure  # without pyplot no display is needed
