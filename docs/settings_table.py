@@ -10,7 +10,6 @@ import dataclasses
 import inspect
 import json
 import pathlib
-import re
 import sys
 import types
 import typing
@@ -19,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 from training import config
 from zero_jax import Precision, Zero
 from zero_jax.commands import plan
-from zero_jax.commands.command_line import flag
+from zero_jax.commands.command_line import documented, flag
 
 PAGE = pathlib.Path(__file__).parent / "settings.md"
 BEGIN, END = "<!-- made by docs/settings_table.py -->\n", "<!-- end -->\n"
@@ -72,7 +71,7 @@ def sources() -> list[Source]:
     """Returns every setting of every place."""
     kinds = typing.get_type_hints(Zero.__init__)
     arguments = list(inspect.signature(Zero.__init__).parameters.values())[1:]
-    help = _documented(Zero)
+    help = documented(Zero)
     found = [
         Source("Zero", a.name, kinds[a.name], a.default, None, help[a.name]) for a in arguments
     ]
@@ -80,7 +79,7 @@ def sources() -> list[Source]:
     groups += [(command, group) for command in COMMANDS for group in plan.settings_of(command)]
     for place, group in [("Precision", Precision), *groups]:
         kinds = typing.get_type_hints(group)
-        help = _documented(group) if group is Precision else {}
+        help = documented(group) if group is Precision else {}
         for field in dataclasses.fields(group):
             about = field.metadata
             text = help.get(field.name) or about["help"]
@@ -201,19 +200,6 @@ def _value(value: Any) -> str:
     if whole >= 2**16 and whole.bit_count() == 1:
         return f"2^{whole.bit_length() - 1}"
     return f"`{value}`" if value != Precision() else "`Precision()`"
-
-
-def _documented(cls: type) -> dict[str, str]:
-    """Returns a short text for each argument or attribute in the docstring of a class."""
-    found = re.findall(r"^  (\w+): (.*(?:\n    .*)*)", inspect.getdoc(cls) or "", re.MULTILINE)
-    texts = {name: " ".join(text.split()) for name, text in found}
-    return {name: re.sub(r" \(docs/\S+\)", "", _short(text)) for name, text in texts.items()}
-
-
-def _short(text: str) -> str:
-    """Returns the first sentence, and those about the default."""
-    first, *rest = re.split(r"(?<=\.) (?=[A-Z0-9\"])", text)
-    return " ".join([first, *(s for s in rest if s.startswith(("None ", "The default ", "If ")))])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The public class: `Zero` combines layout, gradients and optimizer for one mesh and stage.
 
-A `Zero` has a `Config` and nothing else, no parameters and no state. Several models with several
+A `Zero` is its settings and nothing else, no parameters and no state. Several models with several
 optimizers can be trained in one program.
 """
 
@@ -12,39 +12,35 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zero_jax.collectives.gather_scatter import BUCKET_BYTES
-from zero_jax.collectives.precision import Precision
 from zero_jax.engine import grads, parameters
 from zero_jax.engine.compiler import CheckedJit, XlaOptions
-from zero_jax.engine.config import AUTO, AxisRules, Config, ParamSpecs, Remat, Stage
+from zero_jax.engine.config import AUTO, Config, Stage
 from zero_jax.engine.optimizer import ZeroTransform, check_made_for
 from zero_jax.engine.step import TrainStep
-from zero_jax.low_bit.state import OptimizerStateDtype
 from zero_jax.names import unknown
 from zero_jax.offload import host
 from zero_jax.plan import auto, planning
 from zero_jax.plan.plans import Plan
 from zero_jax.sharding import layout
 from zero_jax.sharding.layout import Partition
-from zero_jax.sharding.mesh import AnyMesh, check_global, on_gpu
-from zero_jax.sharding.paths import Frozen, PyTree
+from zero_jax.sharding.mesh import check_global, on_gpu
+from zero_jax.sharding.paths import PyTree
 
 
-@dataclasses.dataclass(frozen=True, init=False)
-class Zero:
+class Zero(Config):
     """ZeRO training on one mesh: makes sharded parameters, optimizers and training steps.
 
     Args:
       mesh: A mesh with a `data` axis, from `make_mesh`. A mesh from `abstract_mesh` only plans.
-      stage: 0 partitions nothing, 1 the optimizer state (and fp32 master parameters), 2 also the
-        gradients, 3 also the parameters. Stages 1 to 3 store the same sharded arrays. "auto"
-        chooses the stage, the gradient-accumulation steps and remat at the first step; `choose`
-        also chooses the states to offload. `grad_accum_steps` and `remat` are then lower bounds.
+      stage: 0 partitions nothing, 1 the optimizer state, 2 also the gradients, 3 also the
+        parameters. Stages 1 to 3 store the same sharded fp32 master parameters. "auto" chooses the
+        stage, the gradient-accumulation steps and remat at the first step; `choose` also chooses
+        the states to offload. `grad_accum_steps` and `remat` are then lower bounds.
       precision: A `Precision`, or "fp32", "bf16", "fp16" for its `compute_dtype`.
       grad_accum_steps: Number of gradient-accumulation steps, k. Gradients accumulate in fp32.
-      remat: Activations saved for the backward pass, and where: a `Remat`, or "none", "dots",
-        "block", "block_sqrt", "names:a,b", "block@partitioned+host",
-        "names:a@host,b", "names@host:a"; or a policy of `jax.checkpoint_policies`.
+      remat: Saved activations: "none" (all), "dots", "block", "block_sqrt", "names:a,b", with @host
+        or @partitioned. Examples: "block@partitioned+host", "names:a@host,b", "names@host:a". Or a
+        `Remat`, or a policy of `jax.checkpoint_policies`.
       frozen: Leaves that are not trained: a pattern searched in paths like "blocks/attn/kernel",
         or a function of such a path. They have no optimizer state and no gradient. Leaves that
         are not floating point are always frozen.
@@ -53,26 +49,24 @@ class Zero:
       logical_axis_rules: Logical axis rules of the model, as (name, mesh axis or None) pairs. The
         default is Flax's active rules (`nn.logical_axis_rules`). heads, mlp and vocab are split
         over `model` unless a rule overrides it.
-      sequence_parallel: Also split the dim named "seq" over `model`, outside matmuls.
+      sequence_parallel: Split "seq" dims over `model` too, outside matmuls.
       bucket_bytes: Maximum bytes per collective. Larger leaves are communicated in pieces, smaller
         leaves together.
-      memory_limit: Memory per device that "auto" may use, in bytes or as "80GB". The default is the
-        size of JAX's memory pool on the device. For an ahead-of-time target it is the device memory
+      memory_limit: Memory per device, in bytes or as "80GB" (default: the device's). It limits
+        "auto". A device's memory is JAX's memory pool. For an ahead-of-time target it is the memory
         less 8 %, reserved for the runtime and its libraries.
-      offload: States stored in host memory: "optimizer", "optimizer,params", with
-        ",activations", ":nvme=DIR" (files) or ":auto" (if the device has host memory); or an
-        `Offload`.
-      secondary_shards: At stage 3, also shard states over `replica` (hpZ of ZeRO++). A device
-        gathers its shard of the parameters over `replica` once a step, in the compute dtype. Layers
-        are then gathered over `data` alone. Source: ZeRO++ (arXiv:2306.10209), section 3.2.
+      offload: States in host memory: optimizer[,params][,activations][:nvme=DIR|:auto]. With `nvme`
+        they are in files, with `auto` in host memory if the device has it. Or an `Offload`.
+      secondary_shards: Shard states over `replica` too, at stage 3 (hpZ). A device gathers its
+        shard of the parameters over `replica` once a step, in the compute dtype. Layers are then
+        gathered over `data` alone. Source: ZeRO++ (arXiv:2306.10209), section 3.2.
       skip_nonfinite: Skip steps with non-finite gradients. If False, the transformation receives
         them unchanged (`optax.zero_nans`, `optax.apply_if_finite`).
-      optimizer_state_dtype: Optimizer state dtype of large leaves: "fp32", "bf16" or "8bit"
-        (docs/states.md), for any elementwise transformation. The stored bits are the same for every
-        N and stage.
+      optimizer_state_dtype: Optimizer state dtype of large leaves. "bf16" and "8bit" require an
+        elementwise transformation (docs/states.md). The stored bits are the same for every N and
+        stage.
 
-    Attributes:
-      config: The validated settings.
+    Each is an attribute too, in its validated form: `zero.remat`.
 
     Raises:
       ValueError: A stage, mesh, precision, policy or count is not supported.
@@ -87,61 +81,24 @@ class Zero:
     0
     """
 
-    config: Config
-
-    def __init__(
-        self,
-        mesh: AnyMesh,
-        stage: Stage = 3,
-        precision: Precision | str = Precision(),
-        grad_accum_steps: int = 1,
-        remat: Remat = "none",
-        frozen: Frozen = None,
-        param_specs: ParamSpecs = None,
-        logical_axis_rules: AxisRules = None,
-        sequence_parallel: bool = False,
-        bucket_bytes: int = BUCKET_BYTES,
-        memory_limit: float | str | None = None,
-        offload: str | host.Offload | None = None,
-        secondary_shards: bool = False,
-        skip_nonfinite: bool = True,
-        optimizer_state_dtype: OptimizerStateDtype = "fp32",
-    ) -> None:
-        settings = dict(locals())
-        del settings["self"]
-        object.__setattr__(self, "config", Config(**settings))
+    @property
+    def config(self) -> Config:
+        """The validated settings."""
+        return self
 
     def replace(self, **settings: Any) -> Self:
         """Returns a `Zero` with some settings replaced; takes the arguments of `Zero`.
 
-        Others stay as `config` has them: activations that `offload` moved to host memory are in
-        `remat`, and offload that ":auto" turned off stays off.
+        Others stay as they are: activations that `offload` moved to host memory are in `remat`, and
+        offload that ":auto" turned off stays off.
         """
-        return type(self)(**{**vars(self.config), **settings})
-
-    def at_stage(self, stage: Stage) -> Self:
-        """Returns the same `Zero` at another stage, without settings which that stage lacks."""
-        return self.replace(**vars(self.config.at_stage(stage)))
-
-    @property
-    def mesh(self) -> AnyMesh:
-        """The mesh."""
-        return self.config.mesh
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        """Names of the mesh axes that the batch is split over.
-
-        Losses and modules use them to reduce over devices: `jax.lax.pmean(x, zero.batch_axes)`,
-        `nn.BatchNorm(axis_name=zero.batch_axes)`.
-        """
-        return self.config.batch_axes
+        return dataclasses.replace(self, **settings)
 
     def _jit(
         self, fn: Callable[..., PyTree], loss: grads.GlobalLoss, k: int
     ) -> Callable[..., PyTree]:
         def options(params: PyTree, batch: PyTree, *extras: PyTree, **_: PyTree) -> XlaOptions:
-            return self.config.compiler_options(loss.read(params, batch, extras, k).layers)
+            return self.compiler_options(loss.read(params, batch, extras, k).layers)
 
         def check(params: PyTree, batch: PyTree, *extras: PyTree, **named: PyTree) -> None:
             check_global(batch, self.mesh)
@@ -150,7 +107,7 @@ class Zero:
 
     def splits(self, params: PyTree) -> list[Partition]:
         """Returns the partition of each leaf of a full tree of arrays or ShapeDtypeStructs."""
-        return self.config.resolved.splitter(params)
+        return self.resolved.splitter(params)
 
     def init(self, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
         """Initialises sharded parameters: no device ever holds the full model.
@@ -168,11 +125,11 @@ class Zero:
           ValueError: A leaf is not a numeric array, the mesh is abstract, a device holds the wrong
             shard, or `jax_threefry_partitionable` is off.
         """
-        return parameters.init(self.config, fn, *args)
+        return parameters.init(self, fn, *args)
 
     def eval_shape(self, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
         """Returns the result of `init` as ShapeDtypeStructs with shardings; allocates nothing."""
-        return parameters.eval_shape(self.config, fn, *args)
+        return parameters.eval_shape(self, fn, *args)
 
     def shard(self, params: PyTree) -> PyTree:
         """Shards existing full arrays, such as a loaded model, leaf by leaf.
@@ -186,7 +143,7 @@ class Zero:
         Raises:
           ValueError: A leaf is not a numeric array.
         """
-        return parameters.shard(self.config, params)
+        return parameters.shard(self, params)
 
     def optimizer(self, tx: optax.GradientTransformation) -> ZeroTransform:
         """Wraps any optax transformation to partition its state; exact at every stage and every N.
@@ -203,7 +160,7 @@ class Zero:
         Raises:
           ValueError: `tx` is not an optax transformation.
         """
-        return ZeroTransform(tx, self.config.resolved)
+        return ZeroTransform(tx, self.resolved)
 
     def value_and_grad(
         self, loss_fn: grads.LossFn, *, has_aux: bool = False
@@ -227,12 +184,12 @@ class Zero:
         Raises:
           ValueError: `stage` is "auto". With fp16, the returned function requires `loss_scale`.
         """
-        if self.config.stage == AUTO:
+        if self.stage == AUTO:
             raise ValueError(
                 '`stage`="auto" depends on the whole step, with the optimizer. Use '
                 "zero.train_step(loss_fn, tx), or zero.choose(loss_fn, tx, params, batch).zero"
             )
-        loss = grads.GlobalLoss(self.config.resolved, loss_fn, has_aux)
+        loss = grads.GlobalLoss(self.resolved, loss_fn, has_aux)
 
         def value_and_grad(
             params: PyTree,
@@ -262,7 +219,7 @@ class Zero:
           A jitted function of `(params, batch, *extras)` that returns (loss, weight), or
           ((loss, aux), weight): the global weighted mean and the global weight.
         """
-        loss = grads.GlobalLoss(self.config.resolved, loss_fn, has_aux)
+        loss = grads.GlobalLoss(self.resolved, loss_fn, has_aux)
 
         def evaluate(params: PyTree, batch: PyTree, *extras: PyTree) -> PyTree:
             out = loss.value(params, batch, extras)
@@ -306,10 +263,9 @@ class Zero:
 
         def choose(params: PyTree, batch: PyTree, extras: tuple[PyTree, ...]) -> Config:
             options = {"has_aux": has_aux, "initialized": True}
-            return self.choose(loss_fn, tx, params, batch, *extras, **options).zero.config
+            return self.choose(loss_fn, tx, params, batch, *extras, **options).zero
 
-        args = self.config, loss_fn, tx
-        return TrainStep(*args, has_aux=has_aux, max_skips=max_skips, choose=choose)
+        return TrainStep(self, loss_fn, tx, has_aux=has_aux, max_skips=max_skips, choose=choose)
 
     def plan(self, loss_fn: grads.LossFn, tx: ZeroTransform, *args: Any, **options: Any) -> Plan:
         """Predicts memory and communication of a step from shapes; optionally compiles it.
@@ -329,10 +285,10 @@ class Zero:
         Raises:
           ValueError: `stage` is "auto", or the step cannot be compiled for the target.
         """
-        if self.config.stage == AUTO:
+        if self.stage == AUTO:
             raise ValueError('`stage`="auto" has a plan for each candidate: use zero.choose(...)')
-        check_made_for(tx, self.config)
-        return planning.of(self.config, loss_fn, tx.plain, *args, **options)
+        check_made_for(tx, self)
+        return planning.of(self, loss_fn, tx.plain, *args, **options)
 
     def choose(
         self, loss_fn: grads.LossFn, tx: ZeroTransform, *args: Any, **options: Any
@@ -357,9 +313,9 @@ class Zero:
         Raises:
           ValueError: No candidate fits, or the device does not report its memory.
         """
-        check_made_for(tx, self.config.resolved)
-        choice = auto.decide(self.config, loss_fn, tx.plain, *args, **options)
-        return ZeroChoice(**vars(choice), zero=type(self)(**vars(choice.config)))
+        check_made_for(tx, self.resolved)
+        choice = auto.decide(self, loss_fn, tx.plain, *args, **options)
+        return ZeroChoice(**vars(choice), zero=self.replace(**choice.chosen.candidate.settings))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from zero_jax.translate import command as translate
 HUGE, TX = "99999999999999999999", optax.adamw(1e-3)
 ROWS = {  # first words of the command, then further ones and words of its message
     "memory --model nano": [
-        ("--target h10", "'h10' 'h100'"), ("--optimizer lyon", "'lyon' 'lion'"),
+        ("--target h10", "'h10' 'h100'"), ("--optimizer lyon", "'lyon' lion"),
         ("--remat blocks", "'blocks' 'block'"), ("--reduce-dtype fp16", "fp16 bf16"),
         ("--devices 6 --mesh model=4", "--devices 6 4"), ("--sequence-parallel", "none model=..."),
         ("--global-batch-size 12 --grad-accum-steps 2", "--global-batch-size 12 8 16"),

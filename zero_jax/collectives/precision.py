@@ -46,13 +46,13 @@ class Precision:
     """Dtypes of the step, and the schedule of the loss scale.
 
     Attributes:
-      compute_dtype: Dtype of gathered parameters and of the model: fp32, bf16 or fp16.
-      reduce_dtype: Dtype in which gradients are summed over devices: fp32 or bf16.
-      param_comm_dtype: Dtype of parameters on the interconnect. "int8" sends matrices as int8 with
-        one scale per block, see `quantised`. None sends them in `compute_dtype`.
-      grad_comm_dtype: Dtype of gradients on the interconnect. "int8" or "int4" sends gradients of
-        matrices in that dtype and sums them in fp32; sums of scanned layers are stored in
-        `reduce_dtype` until the update. None sends and sums them in `reduce_dtype`.
+      compute_dtype: Dtype of gathered parameters and of the model.
+      reduce_dtype: Dtype of gradient sums over devices.
+      param_comm_dtype: Dtype of sent parameters (default: `compute_dtype`). "int8" sends matrices
+        as int8 with one scale per block, see `quantised`.
+      grad_comm_dtype: Dtype of sent gradients (default: `reduce_dtype`). "int8" or "int4" sends
+        gradients of matrices in that dtype and sums them in fp32; sums of scanned layers are stored
+        in `reduce_dtype` until the update.
       initial_scale: Initial loss scale (fp16 only).
       growth_interval: Number of good steps after which the scale doubles.
 

@@ -7,10 +7,12 @@ names; flags override it.
 import argparse
 import dataclasses
 import functools
+import inspect
 import pathlib
+import re
 import types
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import yaml  # type: ignore[import-untyped]
@@ -18,7 +20,7 @@ import yaml  # type: ignore[import-untyped]
 from zero_jax.names import check_once, nearest
 
 T = TypeVar("T")
-_METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
+_METAVARS: dict[object, str] = {int: "INT", float: "FLOAT", str: "TEXT"}
 _HELP = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=34, width=100)
 
 
@@ -54,6 +56,20 @@ def setting(
     """
     about = {"help": help, "metavar": metavar, "alias": alias, "unit": unit}
     return dataclasses.field(default=default, metadata={**about, "least": least, "most": most})
+
+
+def documented(cls: type) -> dict[str, str]:
+    """Returns the first sentence about each argument or attribute in the docstring of a class.
+
+    With it those that begin with "None", "The default" or "If".
+    """
+    found = re.findall(r"^  (\w+): (.*(?:\n    .*)*)", inspect.getdoc(cls) or "", re.MULTILINE)
+    texts = {}
+    for name, text in found:
+        first, *rest = re.split(r"(?<=\.) (?=[A-Z0-9\"])", " ".join(text.split()))
+        more = [s for s in rest if s.startswith(("None ", "The default ", "If "))]
+        texts[name] = " ".join([first, *more])
+    return texts
 
 
 def check_values(settings: Any) -> None:
@@ -183,8 +199,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         where = "" if self.file is None else f"--config {self.file}: "
-        if message.endswith("expected one argument"):
-            message += "; write --name=value for one that begins with a dash"
         self.exit(2, f"error: {where}{message}\n")
 
 
@@ -194,42 +208,35 @@ def _add(parser: argparse.ArgumentParser, cls: type, hidden: Collection[str]) ->
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         name, default, about = flag(field.name), field.default, field.metadata
-        kinds, text = _kinds(hints[field.name]), about["help"].rstrip(".")
-        if kinds == [bool]:
+        kind, choices = _kind(hints[field.name])
+        text = about["help"].rstrip(".").replace("`", "").replace("%", "%%")
+        if kind is bool:
             for switch, value in ((name, True), ("--no-" + name[2:], False)):
                 shown = argparse.SUPPRESS if value == default else f"{text} (default: off)"
                 action = "store_true" if value else "store_false"
                 group.add_argument(switch, dest=field.name, action=action, help=shown)
             continue
-        choices = [value for k in kinds if get_origin(k) is Literal for value in get_args(k)]
-        listed = ": " + ", ".join(map(str, choices)) if len(choices) > 1 else ""
-        head, opening, tail = text.partition(" (default")
-        end = "" if opening else f" (default: {'none' if default is None else default})"
-        text = (head + listed + opening + tail + end).replace("%", "%%")
+        if "(default" not in text:
+            text += f" (default: {'none' if default is None else default})"
         group.add_argument(
             *filter(None, [name, about["alias"]]),
             dest=field.name,
             help=argparse.SUPPRESS if field.name in hidden else text,
-            metavar=about["metavar"] or ("NAME" if choices else _METAVARS[kinds[0]]),
-            type=functools.partial(_one_of, choices) if choices else kinds[0],
+            metavar=about["metavar"] or _METAVARS.get(kind),
+            type=kind,
+            choices=choices,
         )
 
 
-def _kinds(hint: object) -> list[type]:
-    """Returns the types of a hint, without None."""
+def _kind(hint: object) -> tuple[Callable[[str], Any], list[Any] | None]:
+    """Returns a function that reads a value of a type from text, and the choices of a `Literal`."""
     is_union = get_origin(hint) in (types.UnionType, typing.Union)
-    return [k for k in (get_args(hint) if is_union else (hint,)) if k is not types.NoneType]
-
-
-def _one_of(choices: Sequence[str | int], text: str) -> str | int:
-    """Reads one of the choices."""
-    known = {str(value): value for value in choices}
-    if text not in known:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is unknown; the nearest is {nearest(text, known)!r}. Use one of "
-            + ", ".join(known)
-        )
-    return known[text]
+    kinds = [k for k in (get_args(hint) if is_union else (hint,)) if k is not types.NoneType]
+    choices = [value for k in kinds if get_origin(k) is Literal for value in get_args(k)]
+    if choices:
+        known = {str(value): value for value in choices}
+        return lambda text: known.get(text, text), choices
+    return str if str in kinds else kinds[0], None
 
 
 _SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}

@@ -1,28 +1,22 @@
 """Settings that `train.py` and `python -m zero_jax.plan` share, with names and defaults of `Zero`.
 
-Each is written once: flags, help and files of settings are made from these classes. Settings that
-`Zero` has too take its default.
+Each is written once: flags, help and files of settings are made from these classes. Those of `Zero`
+and `Precision` are made from theirs, with the first sentence about each.
 """
 
 import dataclasses
+import re
+import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from zero_jax.adapters.lora import ALL_LINEAR, Lora
 from zero_jax.collectives.precision import Precision
-from zero_jax.commands.command_line import flag, setting
-from zero_jax.engine.config import Config
-from zero_jax.zero import paper_config
+from zero_jax.commands.command_line import documented, flag, setting
+from zero_jax.zero import Zero, paper_config
 
 ROW = 1024  # the default limit of a row, in tokens
 DEVICES = 4  # the default number of simulated devices
-
-
-def _zero(name: str, help: str, **about: Any) -> Any:
-    """Returns a field with the default of `Zero`, or of its `Precision`."""
-    fields = {f.name: f for cls in (Config, Precision) for f in dataclasses.fields(cls)}
-    default = fields[name].default
-    return setting(None if name == "offload" else default, help, **about)
 
 
 # The largest numbers are far beyond any machine or model. Shapes and their bytes are counted in 32
@@ -63,69 +57,72 @@ class DeviceSettings:
 
     devices: int | None = setting(
         None,
-        "Devices (default: all GPUs in train.py, else those of --mesh, or 4).",
+        "Number of devices (default: all GPUs, those of --mesh, or 4).",
         unit="devices",
         most=2**20,
     )
     mesh: str | None = setting(
-        None, "Sizes of replica, experts, data, model (tensor parallel).", metavar="AXIS=SIZE,..."
+        None, "Sizes of replica, experts, data, model.", metavar="AXIS=SIZE,..."
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class ZeroSettings:
-    """ZeRO, precision and memory."""
+# The settings of `Zero` and `Precision` that are flags, and what only a flag has.
+_FLAGS: dict[type, dict[str, dict[str, Any]]] = {
+    Zero: {
+        "stage": {"least": 0},
+        "grad_accum_steps": {"most": 2**20},
+        "remat": {"metavar": "POLICY"},
+        "offload": {"metavar": "STATES"},
+        "sequence_parallel": {},
+        "secondary_shards": {},
+        "optimizer_state_dtype": {},
+        "bucket_bytes": {"most": 2**40},
+        "memory_limit": {"metavar": "BYTES", "unit": "bytes"},
+    },
+    Precision: {
+        "compute_dtype": {"kind": Literal["fp32", "bf16", "fp16"]},
+        "reduce_dtype": {"kind": Literal["fp32", "bf16"]},
+        "param_comm_dtype": {},
+        "grad_comm_dtype": {},
+    },
+}
 
-    stage: Literal[0, 1, 2, 3, "auto"] = _zero("stage", "ZeRO stage", least=0)
-    paper_config: Literal["c1", "c2", "c3", "c4", "c5", "zero-100b"] | None = setting(
-        None, "Stage and remat of the ZeRO paper"
-    )
-    grad_accum_steps: int = _zero("grad_accum_steps", "Gradient-accumulation steps.", most=2**20)
-    compute_dtype: Literal["fp32", "bf16", "fp16"] = _zero("compute_dtype", "Compute dtype")
-    reduce_dtype: Literal["fp32", "bf16"] = _zero(
-        "reduce_dtype", "Dtype of gradient sums over devices"
-    )
-    param_comm_dtype: Literal["int8"] | None = _zero(
-        "param_comm_dtype", "Dtype of all-gathers (default: --compute-dtype)."
-    )
-    grad_comm_dtype: Literal["int8", "int4"] | None = _zero(
-        "grad_comm_dtype", "Dtype of reduce-scatters (default: --reduce-dtype)."
-    )
-    optimizer_state_dtype: Literal["fp32", "bf16", "8bit"] = _zero(
-        "optimizer_state_dtype", "Dtype of optimizer state."
-    )
-    remat: str = _zero(
-        "remat",
-        "Activation checkpointing: dots, block, block_sqrt, names:a; @host, @partitioned.",
-        metavar="POLICY",
-    )
-    offload: str | None = _zero(
-        "offload",
-        "CPU offload: optimizer[,params][,activations][:nvme=DIR|:auto].",
-        metavar="STATES",
-    )
-    sequence_parallel: bool = _zero(
-        "sequence_parallel", "Sequence parallelism over the model axis."
-    )
-    secondary_shards: bool = _zero("secondary_shards", "Shard states over replica too (stage 3).")
-    bucket_bytes: int = _zero("bucket_bytes", "Maximum bytes per collective.", most=2**40)
-    memory_limit: str | None = _zero(
-        "memory_limit",
-        "Memory per device, such as 80GB (default: the device's).",
-        metavar="BYTES",
-        unit="bytes",
-    )
 
-    def zero_settings(self) -> dict[str, Any]:
-        """Returns the arguments of `Zero`, without the mesh.
+def _fields(cls: type, flags: Mapping[str, dict[str, Any]]) -> list[tuple[str, Any, Any]]:
+    """Returns fields for `make_dataclass`."""
+    kinds, help, made = typing.get_type_hints(cls.__init__), documented(cls), []
+    for field in dataclasses.fields(cls):
+        if (about := flags.get(field.name)) is not None:
+            kind = about.get("kind", kinds[field.name])
+            own = {key: value for key, value in about.items() if key != "kind"}
+            text = help.get(field.name, "")
+            made.append((field.name, kind, setting(field.default, text, **own)))
+    return made
 
-        >>> ZeroSettings(stage=2).zero_settings()["stage"]
-        2
-        """
-        own = {f.name for f in dataclasses.fields(Config)} - {"mesh", "precision"}
-        dtypes = self.compute_dtype, self.reduce_dtype, self.param_comm_dtype, self.grad_comm_dtype
-        settings = {name: getattr(self, name) for name in own if hasattr(self, name)}
-        return {**settings, "precision": Precision(*dtypes)}
+
+def zero_settings(settings: Any) -> dict[str, Any]:
+    """Returns the arguments of `Zero`, without the mesh.
+
+    >>> ZeroSettings(stage=2).zero_settings()["stage"]
+    2
+    """
+    own, dtypes = ({name: getattr(settings, name) for name in flags} for flags in _FLAGS.values())
+    return {**own, "precision": Precision(**dtypes)}
+
+
+ZeroSettings: Any = dataclasses.make_dataclass(
+    "ZeroSettings",
+    [
+        *(field for cls, flags in _FLAGS.items() for field in _fields(cls, flags)),
+        (
+            "paper_config",
+            Literal["c1", "c2", "c3", "c4", "c5", "zero-100b"] | None,
+            setting(None, "Stage and remat of the paper: c1 to c5, zero-100b.", metavar="NAME"),
+        ),
+    ],
+    namespace={"__doc__": "ZeRO, precision and memory.", "zero_settings": zero_settings},
+    frozen=True,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +142,7 @@ class LoraSettings:
         ALL_LINEAR, "Adapted matrices, such as attn/q,attn/v.", metavar="PATHS"
     )
     lora_base_dtype: Literal["fp32", "bf16", "int8", "nf4"] | None = setting(
-        None, "Dtype of the frozen model (default: bf16)."
+        None, "Dtype of the frozen model: fp32, bf16, int8, nf4 (default: bf16).", metavar="DTYPE"
     )
 
     def adapters(self, seed: int = 0) -> Lora | None:
@@ -206,11 +203,10 @@ def mesh_sizes(given: str | None) -> dict[str, int]:
     >>> mesh_sizes("data=4,model=2")
     {'data': 4, 'model': 2}
     """
-    sizes = {}
-    for part in (given or "").split(",") if given is not None else ():
+    sizes = dict[str, int]()
+    for part in [] if given is None else given.split(","):
         name, _, size = part.strip().partition("=")
-        whole = size.isascii() and size.isdecimal() and len(size) < 10 and int(size) > 0
-        if name not in AXES or not whole or name in sizes:
+        if name not in AXES or name in sizes or not re.fullmatch("0*[1-9][0-9]{0,8}", size):
             raise ValueError(
                 f"--mesh {given}: {part!r} is not one of {', '.join(AXES)} with a size of at least "
                 "1, each once: write for example data=4,model=2"

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Generic, Literal, Self, TypeVar, overload
 
 from flax.core import spmd
 from jax.sharding import PartitionSpec
@@ -12,24 +12,13 @@ from zero_jax.collectives.precision import Precision, as_precision
 from zero_jax.collectives.quantised import BITS
 from zero_jax.engine import compiler
 from zero_jax.engine.lifetimes import LIFETIMES, TOUCH, Layers
-from zero_jax.low_bit.state import FP32, check_kind
+from zero_jax.low_bit.state import FP32, OptimizerStateDtype, check_kind
 from zero_jax.names import parse_bytes
 from zero_jax.offload import host
 from zero_jax.remat import policies
+from zero_jax.sharding import mesh as meshes
 from zero_jax.sharding.layout import Partitioner
-from zero_jax.sharding.mesh import (
-    MODEL,
-    REPLICA,
-    AnyMesh,
-    Axis,
-    axis_size,
-    batch_axes,
-    check_mesh,
-    data_axis,
-    experts_size,
-    model_size,
-    names,
-)
+from zero_jax.sharding.mesh import MODEL, REPLICA, AnyMesh, Axis
 from zero_jax.sharding.named_dims import (
     MEGATRON,
     SEQUENCE,
@@ -46,6 +35,67 @@ Remat = str | policies.Remat | Callable[..., Any]  # or a policy of `jax.checkpo
 ParamSpecs = Mapping[str, PartitionSpec] | Sequence[tuple[str, PartitionSpec]] | None
 MeshAxes = str | Sequence[str] | None
 AxisRules = Mapping[str, MeshAxes] | Sequence[tuple[str, MeshAxes]] | None
+Given = TypeVar("Given")
+Kept = TypeVar("Kept")
+
+
+class Converted(Generic[Given, Kept]):
+    """A field of a dataclass that is given in several forms, and kept in one: see `Config`.
+
+    Type checkers take the type of the constructor's argument from `__set__`.
+    """
+
+    def __init__(self, convert: Callable[[Given], Kept], default: Given) -> None:
+        self._convert, self._default = convert, default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, config: None, owner: type) -> Given: ...
+    @overload
+    def __get__(self, config: object, owner: type) -> Kept: ...
+    def __get__(self, config: object | None, owner: type) -> Given | Kept:
+        # `dataclasses` asks the class for the default.
+        return self._default if config is None else vars(config)[self._name]
+
+    def __set__(self, config: object, value: Given) -> None:
+        vars(config)[self._name] = self._convert(value)
+
+
+def _stage(given: Stage) -> Any:
+    if given not in (0, 1, 2, 3, AUTO) or isinstance(given, bool):
+        raise ValueError(
+            f"`stage`={given!r}: ZeRO has stages 0 (nothing partitioned), 1 (optimizer state), 2 "
+            '(and gradients) and 3 (and parameters). Use 3 for least memory, or "auto" for the '
+            "shortest modelled step that fits"
+        )
+    return given
+
+
+def _steps(given: int) -> int:
+    if not isinstance(given, int) or given < 1:
+        raise ValueError(f"`grad_accum_steps`={given!r}: an int of at least 1 is required")
+    return given
+
+
+def _remat(given: Remat) -> Any:
+    if not (isinstance(given, str | policies.Remat) or callable(given)):
+        raise ValueError(f'`remat`={given!r}: the name of a policy is required, such as "block"')
+    policy = policies.parse(given)
+    return str(policy) if policy.policy is None else policy
+
+
+def _specs(given: ParamSpecs) -> tuple[tuple[str, PartitionSpec], ...] | None:
+    return None if given is None else check_specs(dict(given))
+
+
+def _rules(given: AxisRules) -> Rules:
+    return check_rules(spmd.get_logical_axis_rules() if given is None else given)
+
+
+def _memory_limit(given: float | str | None) -> int | None:
+    return None if given is None else parse_bytes(given, "memory_limit")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,43 +107,31 @@ class Config:
     """
 
     mesh: AnyMesh
-    stage: Any = 3
-    precision: Precision = Precision()
-    grad_accum_steps: int = 1
-    remat: Any = "none"
+    stage: Converted[Stage, Any] = Converted(_stage, 3)
+    precision: Converted[Precision | str, Precision] = Converted(as_precision, Precision())
+    grad_accum_steps: Converted[int, int] = Converted(_steps, 1)
+    remat: Converted[Remat, Any] = Converted(_remat, "none")
     frozen: Frozen = None
-    param_specs: tuple[tuple[str, PartitionSpec], ...] | None = None
-    logical_axis_rules: Rules | None = None
+    param_specs: Converted[ParamSpecs, tuple[tuple[str, PartitionSpec], ...] | None] = Converted(
+        _specs, None
+    )
+    logical_axis_rules: Converted[AxisRules, Rules] = Converted(_rules, None)
     sequence_parallel: bool = False
     bucket_bytes: int = BUCKET_BYTES
-    memory_limit: int | None = None
-    offload: host.Offload = host.NONE
+    memory_limit: Converted[float | str | None, int | None] = Converted(_memory_limit, None)
+    offload: Converted[str | host.Offload | None, host.Offload] = Converted(host.parse, None)
     secondary_shards: bool = False
     skip_nonfinite: bool = True
-    optimizer_state_dtype: str = FP32
+    optimizer_state_dtype: Converted[OptimizerStateDtype, str] = Converted(check_kind, "fp32")
 
     def __post_init__(self) -> None:
-        self._check_numbers()
-        check_mesh(self.mesh)
-        self._settle("precision", as_precision(self.precision))
+        meshes.check_mesh(self.mesh)
         self._settle("bucket_bytes", check_bucket(self.bucket_bytes, self._devices))
-        if self.memory_limit is not None:
-            self._settle("memory_limit", parse_bytes(self.memory_limit, "memory_limit"))
-        self._settle("offload", host.settle(host.parse(self.offload), self.mesh))
-        self._check_states()
+        self._settle("offload", host.settle(self.offload, self.mesh))
+        self._check_offload()
         if self.offload.activations:
-            self._move_activations()
-        policy = policies.check(self.remat, self.mesh)
-        self._settle("remat", str(policy) if policy.policy is None else policy)
-        if self.param_specs is not None:
-            self._settle("param_specs", check_specs(self.param_specs))
-        rules = (
-            spmd.get_logical_axis_rules()
-            if self.logical_axis_rules is None
-            else self.logical_axis_rules
-        )
-        self._settle("logical_axis_rules", check_rules(rules))
-        self._check_sequences(policy)
+            self._settle("remat", policies.on_host(self.remat))
+        self._check_sequences(policies.check(self.remat, self.mesh))
         self._check_precision()
         if self.secondary_shards and (self.stage != 3 or self.mesh.shape.get(REPLICA, 1) == 1):
             raise ValueError(
@@ -103,28 +141,24 @@ class Config:
             )
 
     def _settle(self, name: str, value: Any) -> None:
-        """Replaces the user's value of a field by its validated form."""
+        """Replaces the value of a field by the one that fits the mesh."""
         object.__setattr__(self, name, value)
 
-    def _check_numbers(self) -> None:
-        if self.stage not in (0, 1, 2, 3, AUTO) or isinstance(self.stage, bool):
+    def _check_offload(self) -> None:
+        if self.optimizer_state_dtype != FP32 and self.offload.in_files:
             raise ValueError(
-                f"`stage`={self.stage!r}: ZeRO has stages 0 (nothing partitioned), 1 (optimizer "
-                "state), 2 (and gradients) and 3 (and parameters). Use 3 for least memory, or "
-                '"auto" for the shortest modelled step that fits'
+                f'`optimizer_state_dtype`="{self.optimizer_state_dtype}" with '
+                f'`offload`="{self.offload}": state in files is fp32. Use offload="optimizer" '
+                "(host memory), or leave `optimizer_state_dtype` out"
             )
-        if not (isinstance(self.remat, str | policies.Remat) or callable(self.remat)):
+        if self.offload.activations and (self.stage == AUTO or self.offload.tier != "host"):
             raise ValueError(
-                f"`remat`={self.remat!r}: the name of a policy, a zero_jax.Remat or a function of "
-                'jax.checkpoint_policies is required, for example remat="block"'
-            )
-        if not isinstance(self.grad_accum_steps, int) or self.grad_accum_steps < 1:
-            raise ValueError(
-                f"`grad_accum_steps`={self.grad_accum_steps!r}: an int of at least 1 is required"
+                f'`offload`="{self.offload}" with `stage`={self.stage!r}: activations require the '
+                'host tier and a stage from 0 to 3. Use remat="block@host" instead'
             )
 
     def _check_sequences(self, policy: policies.Remat) -> None:
-        if self.sequence_parallel and model_size(self.mesh) == 1:
+        if self.sequence_parallel and meshes.model_size(self.mesh) == 1:
             raise ValueError(
                 "`sequence_parallel`=True shards sequences over the model axis, but the mesh has "
                 "none: use zero_jax.make_mesh(model=...)"
@@ -151,25 +185,9 @@ class Config:
             if bits is not None and (self.stage == 0 or self._devices == 1):
                 raise ValueError(
                     f"`{name}`={bits!r} with `stage`={self.stage!r} on "
-                    f"{data_axis(self.mesh)}={self._devices}: nothing is communicated there. Use "
+                    f"{meshes.data_axis(self.mesh)}={self._devices}: nothing is communicated. Use "
                     f"stages 1 to 3 on at least 2 devices, or leave `{name}` out"
                 )
-
-    def _check_states(self) -> None:
-        if check_kind(self.optimizer_state_dtype) != FP32 and self.offload.in_files:
-            raise ValueError(
-                f'`optimizer_state_dtype`="{self.optimizer_state_dtype}" with '
-                f'`offload`="{self.offload}": state in files is fp32. Use offload="optimizer" '
-                "(host memory), or leave `optimizer_state_dtype` out"
-            )
-
-    def _move_activations(self) -> None:
-        if self.stage == AUTO or self.offload.tier != "host":
-            raise ValueError(
-                f'`offload`="{self.offload}" with `stage`={self.stage!r}: activations require the '
-                'host tier and a stage from 0 to 3. Use remat="block@host" instead'
-            )
-        self._settle("remat", policies.on_host(self.remat))
 
     @property
     def resolved(self) -> Self:
@@ -193,7 +211,7 @@ class Config:
 
     @property
     def _devices(self) -> int:
-        return axis_size(self.mesh, data_axis(self.mesh))
+        return meshes.axis_size(self.mesh, meshes.data_axis(self.mesh))
 
     @property
     def _by_sequence(self) -> bool:
@@ -208,13 +226,13 @@ class Config:
     @property
     def rest_axes(self) -> Axis:
         """The mesh axis, or axes, over which stored shards are partitioned."""
-        data = data_axis(self.mesh)
-        return (*names(data), REPLICA) if self.secondary_shards else data
+        data = meshes.data_axis(self.mesh)
+        return (*meshes.names(data), REPLICA) if self.secondary_shards else data
 
     @property
     def splitter(self) -> Partitioner:
         """Returns the partition of each leaf of a full tree of arrays or ShapeDtypeStructs."""
-        axis, experts = data_axis(self.mesh), experts_size(self.mesh)
+        axis, experts = meshes.data_axis(self.mesh), meshes.experts_size(self.mesh)
         return Partitioner(self.shards, self.model_axis, self.parts, axis, experts)
 
     @property
@@ -256,14 +274,20 @@ class Config:
         Losses and modules use them to reduce over devices: `jax.lax.pmean(x, zero.batch_axes)`,
         `nn.BatchNorm(axis_name=zero.batch_axes)`.
         """
-        return batch_axes(self.mesh)
+        return meshes.batch_axes(self.mesh)
 
     @property
     def model_axis(self) -> ModelAxis:
         """Partition of leaves and named activations over `model`."""
-        size = model_size(self.mesh)
+        size = meshes.model_size(self.mesh)
         if size == 1:
             return ModelAxis(1, self.param_specs)
         rules = (*(self.logical_axis_rules or ()), *MEGATRON)
         sequences = SEQUENCE if self.sequence_parallel else ()
         return ModelAxis(size, self.param_specs, (*rules, *sequences))
+
+
+# Signatures show the forms that may be given.
+for _name, _hint in Config.__init__.__annotations__.items():
+    if getattr(_hint, "__origin__", None) is Converted:
+        Config.__init__.__annotations__[_name] = _hint.__args__[0]

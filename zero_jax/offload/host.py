@@ -164,7 +164,7 @@ def settle(offload: Offload, mesh: AnyMesh) -> Offload:
             f'{lacks}. Leave `offload` out, or use offload="{offload}:auto" to offload only where '
             "it is supported"
         )
-    warnings.warn(f"{lacks}, so the state stays on the device", stacklevel=5)
+    warnings.warn(f"{lacks}, so the state stays on the device", stacklevel=4)
     return dataclasses.replace(offload, optimizer=False, params=False)
 
 
