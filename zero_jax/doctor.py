@@ -5,7 +5,7 @@
 
 Prints versions, devices, device memory, the default mesh, environment variables and limits of host
 memory, and checks CPU offload. A failed probe is printed in its row, and the report continues.
-Exits with 1 if the offload check fails.
+Exits with 1 if the offload check fails. `python -m zero_jax.offload --check` is a part of it.
 """
 
 import argparse
@@ -15,7 +15,6 @@ import pathlib
 import platform
 import resource
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 
 import jax
@@ -24,7 +23,7 @@ from zero_jax._version import __version__
 from zero_jax.engine import offload_check
 from zero_jax.plan.tables import gigabytes, table
 from zero_jax.sharding.mesh import make_mesh
-from zero_jax.streams import lasting_streams
+from zero_jax.streams import run
 
 Rows = list[tuple[str, str]]
 # Prefixes of packages.
@@ -44,12 +43,23 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--quick", action="store_true", help="Skip the offload check.")
     quick = parser.parse_args(args).quick
-    parts = [_versions, _devices, _mesh, _settings, _host]
-    rows: Rows = [("zero_jax", __version__)]
-    for part in parts if quick else [*parts, _offload]:
-        rows += _found(part)
+    return _report([_versions, _devices, _mesh, _settings, _host] + [_offload] * (not quick))
+
+
+def check_offload(args: Sequence[str] | None = None) -> int:
+    """Checks CPU offload: a small step on the first local device, with and without it."""
+    parser = argparse.ArgumentParser("python -m zero_jax.offload")
+    parser.description = check_offload.__doc__
+    help = "Run the check; exits with 1 if results differ."
+    parser.add_argument("--check", action="store_true", required=True, help=help)
+    parser.parse_args(args)
+    return _report([_versions, _devices, _offload])
+
+
+def _report(parts: Sequence[Callable[[], Rows]]) -> int:
+    rows = [("zero_jax", __version__), *(row for part in parts for row in _found(part))]
     print(table([[name, text.partition("\n")[0]] for name, text in rows], "<<"))
-    return int(any(text.startswith("FAILED") for _, text in rows))
+    return int(not all(text.startswith("passed") for name, text in rows if name == "offload"))
 
 
 def _found(part: Callable[[], Rows]) -> Rows:
@@ -119,5 +129,4 @@ def _offload() -> Rows:
 
 
 if __name__ == "__main__":
-    lasting_streams()
-    sys.exit(main())
+    run(main)

@@ -4,7 +4,8 @@ import contextlib
 import io
 import os
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 _RAISING = ("strict", "surrogateescape")  # defaults: of UTF-8, and of the C locale
 
@@ -48,3 +49,9 @@ def lasting_streams() -> None:
             write_through=stream.write_through,
         )
         setattr(sys, name, lasting)
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Runs a command with lasting streams, and exits with its code."""
+    lasting_streams()
+    sys.exit(main())

@@ -26,7 +26,7 @@ from problems import compare, gpt_problem, train_zero, ulps, zero_on, zoo_proble
 import zero_jax
 from training.supervise import free_address
 from zero_jax.commands.case import Case
-from zero_jax.commands.offload import main
+from zero_jax.doctor import check_offload as main
 from zero_jax.engine import offload_check
 from zero_jax.models import gpt
 from zero_jax.offload.host import HOST, Offload, parse, settle

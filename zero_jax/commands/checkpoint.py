@@ -3,42 +3,50 @@
 All commands run on the CPU. docs/interchange.md lists the supported models.
 """
 
-import argparse
 import json
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import jax
+from flax import nnx
 
 from zero_jax.checkpoint import inspection
 from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.checkpoint.manifest import SEAL
+from zero_jax.commands import command_line
 from zero_jax.interchange import folder_config, hugging_face
 from zero_jax.interchange.exporter import MAX_FILE_BYTES
 from zero_jax.models import families
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.zero import Zero
 
-Command = Callable[[argparse.Namespace], int]
-
 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code: 1 for damage, 2 for an error."""
     jax.config.update("jax_platforms", "cpu")  # leaves GPUs to others
-    parsed = _parser().parse_args(args)
+    commands = (_inspect, _verify, _export, _import)
     try:
-        return int(parsed.run(parsed))
+        return command_line.run(
+            commands, args, prog="python -m zero_jax.checkpoint", description=__doc__
+        )
     except (ValueError, OSError, OverflowError) as error:
         print("error:", error, file=sys.stderr)
         return 2
 
 
-def _inspect(args: argparse.Namespace) -> int:
-    folders = inspection.folders(args.dir)
-    shown = max(folders) if args.step is None else args.step
-    inspection.folders(args.dir, shown)  # raises if it does not exist
+def _inspect(dir: pathlib.Path, step: int | None = None) -> int:
+    """List steps, sizes, versions, arrays and damage; exits 1 on damage.
+
+    Args:
+      dir: Checkpoint folder.
+      step: Step to list the arrays of (default: the latest).
+    """
+    folders = inspection.folders(dir)
+    shown = max(folders) if step is None else step
+    inspection.folders(dir, shown)  # raises if it does not exist
     summaries = {step: inspection.summary(folder) for step, folder in folders.items()}
     for step, summary in summaries.items():
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.seconds or 0))
@@ -48,7 +56,7 @@ def _inspect(args: argparse.Namespace) -> int:
             f"{summary.nbytes / 1e6:,.3f} MB  {'INCOMPLETE' if summary.problems else complete}"
         )
         print(*(f"  {problem}\n" for problem in summary.problems), sep="", end="")
-    for name in inspection.unfinished(args.dir):
+    for name in inspection.unfinished(dir):
         print(f"{name}  is left by an interrupted save; the next run removes it")
     if (manifest := summaries[shown].manifest) is not None:
         versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
@@ -61,90 +69,74 @@ def _inspect(args: argparse.Namespace) -> int:
     return int(any(summary.problems for summary in summaries.values()))
 
 
-def _verify(args: argparse.Namespace) -> int:
+def _verify(dir: pathlib.Path, step: int | None = None) -> int:
+    """Read all files and compare checksums; exits 1 on a mismatch.
+
+    Args:
+      dir: Checkpoint folder.
+      step: Step to verify (default: all).
+    """
     is_damaged = False
-    for step, folder in inspection.folders(args.dir, args.step).items():
+    for number, folder in inspection.folders(dir, step).items():
         problems = inspection.summary(folder, read=True).problems
-        print(f"step {step}: {'DAMAGED' if problems else 'undamaged'}")
+        print(f"step {number}: {'DAMAGED' if problems else 'undamaged'}")
         print(*(f"  {problem}\n" for problem in problems), sep="", end="", flush=True)
         is_damaged = is_damaged or bool(problems)
     return int(is_damaged)
 
 
-def _export(args: argparse.Namespace) -> int:
-    files = hugging_face.export(
-        args.dir,
-        args.out,
-        step=args.step,
-        max_file_bytes=args.max_file_bytes,
-        heads=args.heads,
-        prefix=args.prefix,
-        like=args.like,
-    )
+def _export(
+    dir: pathlib.Path,
+    out: pathlib.Path,
+    step: int | None = None,
+    max_file_bytes: float = MAX_FILE_BYTES,
+    like: pathlib.Path | None = None,
+    heads: int | None = None,
+    prefix: str | None = None,
+) -> int:
+    """Write the parameters as a transformers model.
+
+    Args:
+      dir: Checkpoint folder.
+      out: Folder to write.
+      step: Step to export (default: the latest).
+      max_file_bytes: Maximum bytes of tensors per file (default: 2e9).
+      like: Folder to copy config.json and the tokenizer from.
+      heads: Attention heads (default: from the checkpoint).
+      prefix: Prefix of parameter paths (default: 0/, none or params/).
+    """
+    options: dict[str, Any] = {
+        "max_file_bytes": max_file_bytes,
+        "like": like,
+        "heads": heads,
+        "prefix": prefix,
+    }
+    files = hugging_face.export(dir, out, step=step, **options)
     size = sum(path.stat().st_size for path in files)
-    print(f"{args.out}: {len(files)} files, {size / 1e6:,.3f} MB")
+    print(f"{out}: {len(files)} files, {size / 1e6:,.3f} MB")
     return 0
 
 
-def _import(args: argparse.Namespace) -> int:
-    from flax import nnx
+def _import(folder: pathlib.Path, dir: pathlib.Path, step: int = 0) -> int:
+    """Make a checkpoint of a transformers model to train from.
 
-    if args.step < 0:
-        raise ValueError(f"`step`={args.step}: at least 0 is required")
-    config = hugging_face.config(args.folder)
-    if args.dir.is_dir() and Checkpoints(args.dir, read_only=True).steps:
-        raise ValueError(f"{args.dir} already holds checkpoints: use another folder")
+    Args:
+      folder: Folder with config.json and safetensors.
+      dir: Checkpoint folder to write.
+      step: Step of the checkpoint (default: 0).
+    """
+    if step < 0:
+        raise ValueError(f"`step`={step}: at least 0 is required")
+    config = hugging_face.config(folder)
+    if dir.is_dir() and Checkpoints(dir, read_only=True).steps:
+        raise ValueError(f"{dir} already holds checkpoints: use another folder")
 
     def make() -> object:
         return nnx.state(families.build(config, nnx.Rngs(0)), nnx.Param)
 
-    params = hugging_face.load(args.folder, Zero(make_mesh(), stage=3).eval_shape(make))
-    with Checkpoints(args.dir) as checkpoints:
-        recorded = {"hf_config": folder_config.read(args.folder)}  # from which `export` rebuilds it
-        checkpoints.save(args.step, (params,), config=recorded)
-    print(f"{args.dir}: step {args.step}, {config}")
+    params = hugging_face.load(folder, Zero(make_mesh(), stage=3).eval_shape(make))
+    with Checkpoints(dir) as checkpoints:
+        recorded = {"hf_config": folder_config.read(folder)}  # from which `export` rebuilds it
+        checkpoints.save(step, (params,), config=recorded)
+    print(f"{dir}: step {step}, {config}")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m zero_jax.checkpoint",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def command(
-        name: str, run: Command, help: str, *paths: tuple[str, str | None, str]
-    ) -> Callable[..., argparse.Action]:
-        """Adds a command with some (destination, metavar, help); returns its `add_argument`."""
-        subparser = commands.add_parser(name, help=help, description=help)
-        subparser.set_defaults(run=run)
-        for dest, metavar, about in paths:
-            subparser.add_argument(dest, type=pathlib.Path, metavar=metavar, help=about)
-        return subparser.add_argument
-
-    folder = ("dir", None, "Checkpoint folder.")
-    about = "List steps, sizes, versions, arrays and damage; exits 1 on damage."
-    add = command("inspect", _inspect, about, folder)
-    add("--step", type=int, help="Step to list the arrays of (default: the latest).")
-
-    about = "Read all files and compare checksums; exits 1 on a mismatch."
-    add = command("verify", _verify, about, folder)
-    add("--step", type=int, help="Step to verify (default: all).")
-
-    about = "Write the parameters as a transformers model."
-    add = command("export", _export, about, folder, ("out", "OUT", "Folder to write."))
-    add("--step", type=int, help="Step to export (default: the latest).")
-    about = "Maximum bytes of tensors per file (default: %(default)g)."
-    add("--max-file-bytes", type=float, default=MAX_FILE_BYTES, help=about)
-    about = "Folder to copy config.json and the tokenizer from."
-    add("--like", type=pathlib.Path, metavar="DIR", help=about)
-    add("--heads", type=int, help="Attention heads (default: from the checkpoint).")
-    add("--prefix", help="Prefix of parameter paths (default: 0/, none or params/).")
-
-    about = "Make a checkpoint of a transformers model to train from."
-    source = ("folder", "IN", "Folder with config.json and safetensors.")
-    add = command("import", _import, about, source, ("dir", None, "Checkpoint folder to write."))
-    add("--step", type=int, default=0, help="Step of the checkpoint (default: 0).")
-    return parser

@@ -58,12 +58,12 @@ def setting(
     return dataclasses.field(default=default, metadata={**about, "least": least, "most": most})
 
 
-def documented(cls: type) -> dict[str, str]:
-    """Returns the first sentence about each argument or attribute in the docstring of a class.
+def documented(value: object) -> dict[str, str]:
+    """Returns the first sentence about each argument or attribute in a docstring.
 
     With it those that begin with "None", "The default" or "If".
     """
-    found = re.findall(r"^  (\w+): (.*(?:\n    .*)*)", inspect.getdoc(cls) or "", re.MULTILINE)
+    found = re.findall(r"^  (\w+): (.*(?:\n    .*)*)", inspect.getdoc(value) or "", re.MULTILINE)
     texts = {}
     for name, text in found:
         first, *rest = re.split(r"(?<=\.) (?=[A-Z0-9\"])", " ".join(text.split()))
@@ -140,6 +140,35 @@ def parse(
     if len(files) > 1:
         parser.error(f"--config is given {len(files)} times: give one file")
     return {**parser.settings_of_file(files[0]), **given} if files else given
+
+
+def run(
+    functions: Sequence[Callable[..., int]],
+    args: Sequence[str] | None,
+    *,
+    prog: str,
+    description: str | None,
+) -> int:
+    """Runs one of several functions, by its name, and returns its result.
+
+    The parameters of a function are the arguments of its command, flags if they have a default.
+    Their help is in its docstring.
+    """
+    parser = argparse.ArgumentParser(prog, description=description, formatter_class=_HELP)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for function in functions:
+        about, help = (function.__doc__ or "").partition("\n")[0], documented(function)
+        command = commands.add_parser(function.__name__.strip("_"), help=about, description=about)
+        command.set_defaults(run=function)
+        hints = typing.get_type_hints(function)
+        for name, parameter in inspect.signature(function).parameters.items():
+            kind, default = _kind(hints[name])[0], parameter.default
+            if default is parameter.empty:
+                command.add_argument(name, type=kind, help=help.get(name))
+            else:
+                command.add_argument(flag(name), type=kind, default=default, help=help.get(name))
+    given = vars(parser.parse_args(args))
+    return int(given.pop("run")(**given))
 
 
 class _Parser(argparse.ArgumentParser):

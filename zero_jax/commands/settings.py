@@ -66,38 +66,32 @@ class DeviceSettings:
     )
 
 
-# The settings of `Zero` and `Precision` that are flags, and what only a flag has.
-_FLAGS: dict[type, dict[str, dict[str, Any]]] = {
-    Zero: {
-        "stage": {"least": 0},
-        "grad_accum_steps": {"most": 2**20},
-        "remat": {"metavar": "POLICY"},
-        "offload": {"metavar": "STATES"},
-        "sequence_parallel": {},
-        "secondary_shards": {},
-        "optimizer_state_dtype": {},
-        "bucket_bytes": {"most": 2**40},
-        "memory_limit": {"metavar": "BYTES", "unit": "bytes"},
-    },
-    Precision: {
-        "compute_dtype": {"kind": Literal["fp32", "bf16", "fp16"]},
-        "reduce_dtype": {"kind": Literal["fp32", "bf16"]},
-        "param_comm_dtype": {},
-        "grad_comm_dtype": {},
-    },
+# Settings of `Zero` and `Precision` that are no flags; the types of flags that are narrower; what
+# only a flag has.
+_NO_FLAGS = {"mesh", "precision", "frozen", "param_specs", "logical_axis_rules", "skip_nonfinite"}
+_NO_FLAGS |= {"initial_scale", "growth_interval"}
+_KINDS = {"compute_dtype": Literal["fp32", "bf16", "fp16"], "reduce_dtype": Literal["fp32", "bf16"]}
+_ABOUT: dict[str, dict[str, Any]] = {
+    "stage": {"least": 0},
+    "grad_accum_steps": {"most": 2**20},
+    "remat": {"metavar": "POLICY"},
+    "offload": {"metavar": "STATES"},
+    "bucket_bytes": {"most": 2**40},
+    "memory_limit": {"metavar": "BYTES", "unit": "bytes"},
 }
 
 
-def _fields(cls: type, flags: Mapping[str, dict[str, Any]]) -> list[tuple[str, Any, Any]]:
-    """Returns fields for `make_dataclass`."""
-    kinds, help, made = typing.get_type_hints(cls.__init__), documented(cls), []
-    for field in dataclasses.fields(cls):
-        if (about := flags.get(field.name)) is not None:
-            kind = about.get("kind", kinds[field.name])
-            own = {key: value for key, value in about.items() if key != "kind"}
-            text = help.get(field.name, "")
-            made.append((field.name, kind, setting(field.default, text, **own)))
-    return made
+def _fields(cls: Any) -> list[tuple[str, Any, Any]]:
+    """Returns the flags of a class, for `make_dataclass`."""
+    kinds, help = {**typing.get_type_hints(cls.__init__), **_KINDS}, documented(cls)
+    return [
+        (name, kinds[name], setting(default, help.get(name, ""), **_ABOUT.get(name, {})))
+        for name, default in ((f.name, f.default) for f in dataclasses.fields(cls))
+        if name not in _NO_FLAGS
+    ]
+
+
+_OF_ZERO, _OF_PRECISION = _fields(Zero), _fields(Precision)
 
 
 def zero_settings(settings: Any) -> dict[str, Any]:
@@ -106,20 +100,15 @@ def zero_settings(settings: Any) -> dict[str, Any]:
     >>> ZeroSettings(stage=2).zero_settings()["stage"]
     2
     """
-    own, dtypes = ({name: getattr(settings, name) for name in flags} for flags in _FLAGS.values())
-    return {**own, "precision": Precision(**dtypes)}
+    own = {name: getattr(settings, name) for name, *_ in _OF_ZERO}
+    return {**own, "precision": Precision(*(getattr(settings, name) for name, *_ in _OF_PRECISION))}
 
 
+_PAPER = Literal["c1", "c2", "c3", "c4", "c5", "zero-100b"] | None
+_HELP = "Stage and remat of the paper: c1 to c5, zero-100b."
 ZeroSettings: Any = dataclasses.make_dataclass(
     "ZeroSettings",
-    [
-        *(field for cls, flags in _FLAGS.items() for field in _fields(cls, flags)),
-        (
-            "paper_config",
-            Literal["c1", "c2", "c3", "c4", "c5", "zero-100b"] | None,
-            setting(None, "Stage and remat of the paper: c1 to c5, zero-100b.", metavar="NAME"),
-        ),
-    ],
+    [*_OF_ZERO, *_OF_PRECISION, ("paper_config", _PAPER, setting(None, _HELP, metavar="NAME"))],
     namespace={"__doc__": "ZeRO, precision and memory.", "zero_settings": zero_settings},
     frozen=True,
 )
@@ -179,15 +168,13 @@ def with_paper_config(given: Mapping[str, Any]) -> dict[str, Any]:
     >>> with_paper_config({"paper_config": "c1"})
     {'stage': 1, 'remat': 'block', 'paper_config': 'c1'}
     """
-    name = given.get("paper_config")
-    if name is None:
+    if (name := given.get("paper_config")) is None:
         return dict(given)
-    for other in ("stage", "remat"):
-        if other in given:
-            raise ValueError(
-                f"--paper-config {name} sets --stage and --remat: leave {flag(other)} out, or "
-                "--paper-config; also of the file of --config"
-            )
+    if others := [flag(other) for other in ("stage", "remat") if other in given]:
+        raise ValueError(
+            f"--paper-config {name} sets --stage and --remat: leave {others[0]} out, or "
+            "--paper-config; also of the file of --config"
+        )
     return {**paper_config(name), **given}
 
 

@@ -1,9 +1,6 @@
 """Runs `python -m zero_jax.offload`."""
 
-import sys
+from zero_jax.doctor import check_offload
+from zero_jax.streams import run
 
-from zero_jax.commands.offload import main
-from zero_jax.streams import lasting_streams
-
-lasting_streams()
-sys.exit(main())
+run(check_offload)

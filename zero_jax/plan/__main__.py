@@ -1,9 +1,6 @@
 """Runs `python -m zero_jax.plan`."""
 
-import sys
-
 from zero_jax.commands.plan import main
-from zero_jax.streams import lasting_streams
+from zero_jax.streams import run
 
-lasting_streams()
-sys.exit(main())
+run(main)
