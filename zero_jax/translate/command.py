@@ -14,13 +14,10 @@ from collections.abc import Mapping, Sequence
 
 import yaml  # type: ignore[import-untyped]
 
-from zero_jax.names import check_once, nearest
-from zero_jax.translate.keys import ALIASES, AUTO, KEYS, NOT_NEEDED, TRANSLATED, UNSUPPORTED, shown
-from zero_jax.translate.settings import Arguments, File, arguments
+from zero_jax.names import check_once
+from zero_jax.translate import settings
+from zero_jax.translate.settings import VERDICTS, Arguments, File, Row
 
-UNKNOWN = "unknown"
-Row = tuple[str, str, str, str]  # a key of the file, its value, how it is handled, and a sentence
-_OFF = ("false", "null", "no", "none", "", "0", "{}")
 _MEGATRON = "docs/coming-from.md has a table of the arguments of Megatron-LM"
 _DIFFERS = "(train.py has its own betas and schedule; fp16 starts at a loss scale of 2^16)"
 _COMMENT = r"//[^\n]*|\#[^\n]*|/\*.*?\*/"
@@ -42,20 +39,13 @@ def load(text: str, name: str) -> dict[str, object]:
     plain = _TOLERATED.sub(lambda match: match[1] or "\n" * match[0].count("\n") or " ", text)
     is_json, error = plain.lstrip().startswith("{") or name.endswith(".json"), ""
     try:
-        if is_json:
-            tree = json.loads(plain, object_pairs_hook=_once)
-        else:
-            tree = yaml.load(text, _UniqueKeys)
-    except (json.JSONDecodeError, yaml.YAMLError) as reason:
+        # JSON is YAML, but for tabs.
+        tree = yaml.load(plain.replace("\t", " ") if is_json else text, _UniqueKeys)
+    except yaml.YAMLError as reason:
         tree, error = None, f" ({reason})"
     if not isinstance(tree, Mapping) or not (is_json or "distributed_type" in tree):
         raise ValueError(f"no DeepSpeed JSON and no YAML of accelerate config{error}; {_MEGATRON}")
     return _flat(tree)
-
-
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    check_once(name for name, _ in pairs)
-    return dict(pairs)
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -97,47 +87,21 @@ def translate(text: str, name: str, devices: int | None = None) -> tuple[Argumen
             raise ValueError(f"`distributed_type` MEGATRON_LM is unsupported; {_MEGATRON}")
         kind = file["distributed_type"]
         for other in {"DEEPSPEED", "FSDP"} - {kind}:
-            file.say(f"{other.lower()}_config", f"only {other} reads it", NOT_NEEDED)
+            file.say(f"{other.lower()}_config", f"only {other} reads it", settings.NOT_NEEDED)
     if kind == "DEEPSPEED" and "distributed_type" in file.values:
         named = str(file["deepspeed_config.deepspeed_config_file"] or "")
         near = pathlib.Path(name).parent / named
         if (path := near if near.is_file() else pathlib.Path(named)).is_file():
-            for key in ALIASES.keys() & file.values.keys():
-                file.say(key, f"{named} replaces it", NOT_NEEDED)
-            more = File(load(_read(path), "a.json")).renamed()
-            file.values |= more.values
-            file.keys += [(f"{named}: {key}", name, value) for key, name, value in more.keys]
+            file.join(named, File(load(_read(path), "a.json")).renamed())
         else:
             why = "not found: translate that file by itself"
-            file.say("deepspeed_config.deepspeed_config_file", why, UNSUPPORTED)
+            file.say("deepspeed_config.deepspeed_config_file", why, settings.UNSUPPORTED)
             file.renamed().values.setdefault("zero_optimization.stage", 2)
-    made = arguments(file, kind, devices)
-    rows = [_row(file, *key, made) for key in file.keys]
-    if all(verdict == UNKNOWN for _, _, verdict, _ in rows):
+    made = settings.arguments(file, kind, devices)
+    rows = [file.row(*key, made) for key in file.keys]
+    if all(verdict == settings.UNKNOWN for _, _, verdict, _ in rows):
         raise ValueError(f"no key is one of DeepSpeed or of accelerate; {_MEGATRON}")
     return made, rows
-
-
-def _row(file: File, label: str, name: str, value: object, made: Arguments) -> Row:
-    parts, given = name.split("."), shown(value)
-    blocks = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
-    if said := [file.said[block] for block in blocks if block in file.said]:
-        return label, given, said[0].verdict, said[0].why
-    key = KEYS.get(name)
-    for block in blocks:
-        if key is None and f"{block}.*" in KEYS:
-            key, value = KEYS[f"{block}.*"], file.values.get(f"{block}.enabled", value or True)
-    if key is None:
-        near = nearest(name, [known for known in KEYS if not known.endswith("*")])
-        return label, given, UNKNOWN, f"the nearest key is {near}"
-    if given == AUTO and key.trainer:
-        default = tuple(key.auto) if isinstance(key.auto, list) else key.auto
-        usual = "yours to fill in" if default is None else f"{default} unless given"
-        return label, given, TRANSLATED, f"{key.trainer} of the Trainer, {usual}"
-    off = shown(value).removesuffix(".0").lower() in ((key.same,) if key.same else _OFF)
-    if key.verdict == UNSUPPORTED and off:
-        return label, given, NOT_NEEDED, "off, or the same in zero_jax"
-    return label, given, key.verdict, key.why.format_map(made)
 
 
 def _call(name: str, words: list[str], made: Arguments, names: str) -> str:
@@ -198,7 +162,7 @@ def account(rows: list[Row]) -> str:
     """Returns the keys by verdict and sentence."""
     lines, wrap = list[str](), textwrap.TextWrapper(100, "#   ", "#     ")
     wrap.break_long_words = wrap.break_on_hyphens = False
-    for verdict in (UNSUPPORTED, UNKNOWN, NOT_NEEDED, TRANSLATED):
+    for verdict in VERDICTS:
         group = [row for row in rows if row[2] == verdict]
         lines += ["", f"# {verdict} ({len(group)})"] * bool(group)
         for why in dict.fromkeys(row[3] for row in group):
@@ -210,9 +174,8 @@ def account(rows: list[Row]) -> str:
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 2 if the file can't be translated."""
     parser = argparse.ArgumentParser("python -m zero_jax.translate", description=__doc__)
-    parser.add_argument(
-        "file", metavar="FILE", help="DeepSpeed JSON or accelerate YAML; - reads standard input."
-    )
+    about = "DeepSpeed JSON or accelerate YAML; - reads standard input."
+    parser.add_argument("file", metavar="FILE", help=about)
     parser.add_argument("--devices", type=int, help="Number of devices (default: as in FILE).")
     given = parser.parse_args(args)
     try:

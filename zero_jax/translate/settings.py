@@ -1,32 +1,79 @@
-"""The arguments of zero_jax, optax and train.py that a file asks for."""
+"""The arguments of zero_jax, optax and train.py that a DeepSpeed JSON or accelerate YAML asks for.
 
+keys.yaml is the table of their keys, and describes itself.
+"""
+
+import dataclasses
+import importlib.resources
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from zero_jax.translate.keys import (
-    ALIASES,
-    AUTO,
-    COUNT,
-    KEYS,
-    NOT_NEEDED,
-    NUMBER,
-    OPTIMIZERS,
-    SCHEDULES,
-    SWITCH,
-    TRANSLATED,
-    UNSUPPORTED,
-    Key,
-    parse,
-    shown,
-)
+import yaml  # type: ignore[import-untyped]
 
+from zero_jax.names import nearest
+
+VERDICTS = "unsupported", "unknown", "not needed", "translated"
+UNSUPPORTED, UNKNOWN, NOT_NEEDED, TRANSLATED = VERDICTS
+AUTO = "auto"
+_OFF = ("false", "null", "no", "none", "", "0", "{}")
+NUMBER, COUNT = "number", "whole number of at least 1"
 _ZERO, _ADAM, _LR = "zero_optimization.", "optimizer.params.", "scheduler.params."
 _FSDP, _SIZES = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
-_PLAIN = {"adam": "adamw", "onebitadam": "adamw", "zerooneadam": "adamw", "onebitlamb": "lamb"}
 # Arguments of make_mesh, Precision, Zero and train.py by name, the call of an optimizer, and its
 # rate. A size that depends on unknown devices is an expression: `D` devices share the batch.
 Arguments = dict[str, Any]
+Row = tuple[str, str, str, str]  # a key of the file, its value, how it is handled, and a sentence
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """How a key is handled; keys.yaml explains the fields."""
+
+    why: str
+    verdict: str
+    kind: str | Mapping[str, Any] = ""
+    default: Any = None
+    trainer: str = ""
+    auto: Any = None
+    same: str = ""
+
+
+_TABLE = yaml.safe_load((importlib.resources.files(__package__) / "keys.yaml").read_text("utf-8"))
+_PARTS = ("aliases", "optimizers", "schedules", "switch")
+ALIASES, OPTIMIZERS, SCHEDULES, SWITCH = map(_TABLE.pop, _PARTS)
+KEYS: dict[str, Key] = {}
+for _verdict, _groups in _TABLE.items():
+    for _group in _groups:
+        _names = _group.pop("keys", [])
+        for _block, _inner in _group.pop("blocks", {}).items():
+            _names += [f"{_block}.{name}" for name in _inner]
+        KEYS |= dict.fromkeys(_names, Key(verdict=_verdict, **_group))
+
+
+def shown(value: object) -> str:
+    """Returns a value as a JSON or YAML has it, shortened."""
+    text = value if isinstance(value, str) else reprlib.repr(value)
+    text = {"True": "true", "False": "false", "None": "null"}.get(text, text)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def parse(name: str, value: Any, kind: str | Mapping[str, Any]) -> Any:
+    """Returns a value as its kind has it; raises `ValueError` if it is of another kind."""
+    text = shown(value)
+    if isinstance(kind, Mapping):
+        if (short := text.removesuffix(".0").lower()) in kind:
+            return kind[short]
+        raise ValueError(f"`{name}` is {text}: give one of {', '.join(kind)}")
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    is_whole = number % 1 == 0 and number >= (kind == COUNT)
+    if not math.isfinite(number) or not (is_whole or kind == NUMBER):
+        raise ValueError(f"`{name}` is {text}: give a {kind}")
+    return number if kind == NUMBER else int(number)
 
 
 class File:
@@ -57,6 +104,35 @@ class File:
             key: value for key, name, value in self.keys if key == name
         }
         return self
+
+    def join(self, path: str, other: "File") -> None:
+        """Adds the values of a DeepSpeed JSON, which replace those of the same meaning."""
+        for key in ALIASES.keys() & self.values.keys():
+            self.say(key, f"{path} replaces it", NOT_NEEDED)
+        self.values |= other.values
+        self.keys += [(f"{path}: {key}", name, value) for key, name, value in other.keys]
+
+    def row(self, label: str, name: str, value: object, made: Arguments) -> Row:
+        """Returns how a key is handled, where the file becomes these arguments."""
+        parts, given = name.split("."), shown(value)
+        blocks = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+        if said := [self.said[block] for block in blocks if block in self.said]:
+            return label, given, said[0].verdict, said[0].why
+        key = KEYS.get(name)
+        for block in blocks:
+            if key is None and f"{block}.*" in KEYS:
+                key, value = KEYS[f"{block}.*"], self.values.get(f"{block}.enabled", value or True)
+        if key is None:
+            near = nearest(name, [known for known in KEYS if not known.endswith("*")])
+            return label, given, UNKNOWN, f"the nearest key is {near}"
+        if given == AUTO and key.trainer:
+            default = tuple(key.auto) if isinstance(key.auto, list) else key.auto
+            usual = "yours to fill in" if default is None else f"{default} unless given"
+            return label, given, TRANSLATED, f"{key.trainer} of the Trainer, {usual}"
+        off = shown(value).removesuffix(".0").lower() in ((key.same,) if key.same else _OFF)
+        if key.verdict == UNSUPPORTED and off:
+            return label, given, NOT_NEEDED, "off, or the same in zero_jax"
+        return label, given, key.verdict, key.why.format_map(made)
 
     def say(self, name: str, why: str, verdict: str = TRANSLATED) -> None:
         """Replaces the sentence of a key or of a block, unless that was done before."""
@@ -101,15 +177,11 @@ def arguments(file: File, kind: str, devices: int | None) -> Arguments:
 
 def _precision(file: File, kind: str) -> Arguments:
     mixed, sent, on = file["mixed_precision"], file["communication_data_type"], []
-    accelerate = "distributed_type" in file.values
-    if accelerate and file.values.get("mixed_precision") is None and file["fp16"]:
-        mixed = "fp16"
-    if mixed == "fp8":
+    if str(file.values.get("mixed_precision")).lower() == "fp8":
         file.say("mixed_precision", 'Precision has no fp8: use "bf16", as above', UNSUPPORTED)
-        mixed = "bf16"
     for name in ("fp16", "bf16"):
         enabled = file[f"{name}.enabled"]
-        if accelerate and file.values.get(f"{name}.enabled") == AUTO:
+        if "distributed_type" in file.values and file.values.get(f"{name}.enabled") == AUTO:
             file.say(f"{name}.enabled", f"mixed_precision decides it, which is {mixed}")
             enabled = mixed == name
         on += [name] * enabled
@@ -193,57 +265,51 @@ def _optimizer(file: File) -> Arguments:
     made: Arguments = {"lr": [f"lr = {lr}"], "learning_rate": lr}
     if file["scheduler.type"] in ("WarmupLR", "WarmupDecayLR"):
         file.say(f"{_ADAM}lr", "scheduler.params.warmup_max_lr replaces it")
-    family = _PLAIN.get(kind, kind)
-    if family not in OPTIMIZERS:
+    if kind not in OPTIMIZERS:
         file.say(f"{_ADAM}lr", f"lr = {lr}")
         file.say("optimizer", "unknown: write the call of optax yourself", UNSUPPORTED)
         return made
-    if family != kind != "adam":
-        why = 'there are no 1-bit gradients: use Precision(grad_comm_dtype="int4") at stages 1 to 3'
-        file.say("optimizer.type", why, UNSUPPORTED)
-    betas = file[f"{_ADAM}betas"] or (0.9, 0.99 if family == "lion" else 0.999)
+    decay = file[f"{_ADAM}weight_decay"]
+    is_coupled = kind == "adam" and not file[f"{_ADAM}adam_w_mode"]
+    if decay is None:
+        decay = 0.01 if file[f"{_ADAM}torch_adam"] and not is_coupled else 0.0
+    known = OPTIMIZERS["coupled adam" if is_coupled and decay else kind]
+    if "why" in known:
+        file.say("optimizer.type", known["why"], UNSUPPORTED)
+    betas, eps = file[f"{_ADAM}betas"] or known["betas"], file[f"{_ADAM}eps"]
     if not isinstance(betas, list | tuple) or len(betas) != 2:
         raise ValueError(f"`optimizer.params.betas` is {shown(betas)}: give two numbers")
     b1, b2 = (parse(f"{_ADAM}betas", beta, NUMBER) for beta in betas)
-    eps, decay = file[f"{_ADAM}eps"], file[f"{_ADAM}weight_decay"]
-    if eps is None:
-        eps = 1e-10 if family == "adagrad" else 1e-8
-    coupled = kind == "adam" and not file[f"{_ADAM}adam_w_mode"]
-    if decay is None:
-        decay = 0.01 if file[f"{_ADAM}torch_adam"] and not coupled else 0.0
-    family = "adam" if coupled and decay else family
-    numbers = {"b1": b1, "b2": b2, "eps": eps, "decay": decay, "momentum": file[f"{_ADAM}momentum"]}
-    made["call"] = OPTIMIZERS[family].format(**numbers, nesterov=file[f"{_ADAM}nesterov"])
-    if family not in ("adam", "adagrad"):
-        made |= {"optimizer": family, "weight_decay": decay}
-    return made
+    numbers = {"b1": b1, "b2": b2, "eps": known["eps"] if eps is None else eps, "decay": decay}
+    numbers |= {name: file[f"{_ADAM}{name}"] for name in ("momentum", "nesterov")}
+    made["call"] = known["call"].format(**numbers)
+    return made | {"optimizer": known["train"], "weight_decay": known["train"] and decay}
 
 
 def _rate(file: File) -> Arguments:
     """Returns a schedule of DeepSpeed's `lr_schedules.py` as a function of the step."""
-    kind = file["scheduler.type"]
+    kind, names = file["scheduler.type"], (f"{_LR}warmup_num_steps", f"{_LR}total_num_steps")
     if kind not in SCHEDULES:
         file.say("scheduler", "unknown: write lr as a function of the step", UNSUPPORTED)
         return {}
-    names = (f"{_LR}warmup_num_steps", f"{_LR}total_num_steps")
-    warmup, total = (file[name] for name in names)
-    autos = [file.values.get(name) == AUTO for name in names]
+    warmup, total = (None if file.values.get(name) == AUTO else file[name] for name in names)
     high, low = file[f"{_LR}warmup_max_lr"], file[f"{_LR}warmup_min_lr"]
     span, least = high - low, file[f"{_LR}cos_min_ratio"]
-    if kind == "WarmupLR" and autos[0]:
+    if kind == "WarmupLR" and warmup is None:
         return {"lr": [f"lr = {high}"], "learning_rate": high}
-    if kind != "WarmupLR" and total is None and not autos[1]:
+    if kind != "WarmupLR" and total is None and file.values.get(names[1]) != AUTO:
         raise ValueError(f"`{names[1]}` is missing: {kind} needs it")
     if kind == "WarmupCosineLR":  # its bounds are parts of the optimizer's rate
         high, low = file[f"{_ADAM}lr"], file[f"{_LR}warmup_min_ratio"]
         span = 1 - low
-    up: int | str = "warmup" if autos[0] else max(2, warmup)  # of 1 step the logarithm would be 0
-    end: int | str = "total" if autos[1] else total or 0
-    fall = f"({end} - {up})" if any(autos) else max(1, int(end) - int(up))
-    is_linear = file[f"{_LR}warmup_type"] == "linear"
-    rise = f"step / {up}" if is_linear else f"jnp.log1p(step) / math.log({up})"
-    bounds = {"high": high, "low": low, "span": span, "least": least, "rest": 1 - least}
-    code = SCHEDULES[kind].format(rise=rise, up=up, end=end, fall=fall, **bounds)
-    lines = ['warmup, total = 100, 1000  # "auto": put the steps of your run here'] * any(autos)
-    made = {"lr": [*lines, "", *code.splitlines(), ""], "learning_rate": high}
-    return {**made, "max_steps": total, "warmup_steps": None if autos[0] else up}
+    up = None if warmup is None else max(2, warmup)  # of 1 step the logarithm would be 0
+    is_linear, hint = file[f"{_LR}warmup_type"] == "linear", ""
+    if None in (warmup, total) and kind != "WarmupLR":
+        hint = '  # "auto": put the steps of your run here'
+    code = SCHEDULES[kind].format(
+        rise="step / warmup" if is_linear else "jnp.log1p(step) / math.log(warmup)",
+        **{"up": up or 100, "total": total or 1000, "hint": hint},
+        **{"high": high, "low": low, "span": span, "least": least, "rest": 1 - least},
+    )
+    made = {"lr": ["", *code.splitlines(), ""], "learning_rate": high}
+    return {**made, "max_steps": total, "warmup_steps": up}
