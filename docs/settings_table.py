@@ -22,7 +22,6 @@ from zero_jax.commands.command_line import documented, flag
 
 PAGE = pathlib.Path(__file__).parent / "settings.md"
 BEGIN, END = "<!-- made by docs/settings_table.py -->\n", "<!-- end -->\n"
-COMMANDS = ("memory", "compile", "auto", "meshes")
 UNITS = ("steps", "bytes", "seconds", "hours", "tokens", "batches", "processes")  # in names
 # The pages that explain a setting or a group.
 LINKS = {
@@ -76,11 +75,13 @@ def sources() -> list[Source]:
         Source("Zero", a.name, kinds[a.name], a.default, None, help[a.name]) for a in arguments
     ]
     groups = [("train.py", group) for group in config.GROUPS]
-    groups += [(command, group) for command in COMMANDS for group in plan.settings_of(command)]
+    groups += [(command, group) for command in plan.LACKING for group in plan.GROUPS]
     for place, group in [("Precision", Precision), *groups]:
         kinds = typing.get_type_hints(group)
         help = documented(group) if group is Precision else {}
         for field in dataclasses.fields(group):
+            if field.name in plan.LACKING.get(place, ()):
+                continue
             about = field.metadata
             text = help.get(field.name) or about["help"]
             kind, unit = kinds[field.name], about.get("unit")
@@ -120,7 +121,7 @@ def tables() -> str:
     known: dict[str, list[Source]] = {}
     for source in sources():
         known.setdefault(source.name, []).append(source)
-    groups = [*config.GROUPS, *(group for c in COMMANDS for group in plan.settings_of(c))]
+    groups = [*config.GROUPS, *plan.GROUPS]
     names = [name for name, own in known.items() if own[0].place == "Zero"]
     parts = [_table("Arguments of Zero", [known.pop(name) for name in names])]
     names = [name for name, own in known.items() if own[0].place == "Precision"]
@@ -156,10 +157,12 @@ def _row(own: list[Source]) -> str:
     name = f"`{first.name}`"
     if first.name in LINKS:
         name = f"[{name}]({LINKS[first.name]})"
-    commands = [command for command in COMMANDS if command in places]
+    commands = [command for command in plan.LACKING if command in places]
     where = [place for place in ("Zero", "Precision", "train.py") if place in places]
     if commands:
-        where.append("plan" if len(commands) == len(COMMANDS) else f"plan {', '.join(commands)}")
+        where.append(
+            "plan" if len(commands) == len(plan.LACKING) else f"plan {', '.join(commands)}"
+        )
     cells = [name, ", ".join(where), _kind(own), _default(own), unit_of(own), _meaning(own)]
     return "| " + " | ".join(cells).replace("  ", " ") + " |"
 

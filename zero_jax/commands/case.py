@@ -14,7 +14,6 @@ from zero_jax.engine.config import Stage
 from zero_jax.hlo.targets import Target
 from zero_jax.models import families, optimizers
 from zero_jax.models.attend import kernel_for
-from zero_jax.models.gpt_config import GPTConfig
 from zero_jax.plan import model_states
 from zero_jax.plan.plans import Plan
 from zero_jax.plan.text_model import TextModel
@@ -83,21 +82,13 @@ class Case:
         """Formats the attention kernel of a run on this target, and that of packed documents."""
         if target.platform != "cuda":
             return "attention: in blocks of queries"
-        config, dtype = self.config, self.zero.config.precision.compute
-        head_dim = (
-            config.width // config.heads if isinstance(config, GPTConfig) else config.head_dim
-        )
-
-        def kernel(packed: bool) -> str:
-            name, reason = config.attention, ""
-            if name == "auto":
-                name, reason = kernel_for(dtype, head_dim, self.row, packed=packed)
-            name = "cuDNN" if name == "cudnn" else "in blocks of queries"
-            return f"{name} ({reason})" if reason else name
-
-        alone, packed_rows = kernel(False), kernel(True)
-        said = alone if alone == packed_rows else f"{alone}; packed documents: {packed_rows}"
-        return f"attention on a GPU: {said}. A compile check uses blocks of queries"
+        config, names = self.config, {"cudnn": "cuDNN", "xla": "in blocks of queries"}
+        head_dim = getattr(config, "head_dim", config.width // config.heads)
+        dtype, said = self.zero.precision.compute, []
+        for rows, packed in (("rows", False), ("packed documents", True)):
+            kernel, reason = kernel_for(dtype, head_dim, self.row, packed=packed)
+            said.append(f"{rows}: {names[kernel]}" + (f" ({reason})" if reason else ""))
+        return f"attention on a GPU: {'; '.join(said)}. A compile check uses blocks of queries"
 
     def plan(self, stage: Stage, **options: Any) -> Plan:
         """Returns the plan of a stage; options are those of `planning.of`."""
@@ -118,9 +109,9 @@ class Case:
         shapes = jax.eval_shape(self.make)
         zero = self.zero.at_stage(3)
         params = zero.eval_shape(self.make)
-        loss = grads.GlobalLoss(zero.config, self.loss_fn, has_aux=self.model.routes)
+        loss = grads.GlobalLoss(zero, self.loss_fn, has_aux=self.model.routes)
         traced = loss.read(params, self.batch, ())
-        own = self.zero.config.at_stage(stage)
+        own = self.zero.at_stage(stage)
         return model_states.estimate(
             shapes, own, self.tx, shards=shards, window=traced.window
         ).total

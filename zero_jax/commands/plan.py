@@ -46,7 +46,7 @@ from zero_jax.hlo import aot, targets
 from zero_jax.interchange import folder_config
 from zero_jax.models import families, gpt
 from zero_jax.models.decoder_config import DecoderConfig
-from zero_jax.names import parse_bytes, unknown
+from zero_jax.names import unknown
 from zero_jax.plan import advice, auto, expert_elements, pictures
 from zero_jax.plan.model_states import STAGES
 from zero_jax.plan.plans import Plan, format_layers, format_proof, format_stages
@@ -77,12 +77,6 @@ class OutputSettings:
 
     json: str | None = setting(None, "JSON file of the plan.", metavar="FILE")
     plot: str | None = setting(None, "Image of the plan (requires matplotlib).", metavar="FILE")
-
-
-@dataclasses.dataclass(frozen=True)
-class ScheduleSettings:
-    """Schedule of the compiled program."""
-
     latencies: str | None = setting(
         None, "Modelled latencies to write (.pbtxt); compiles twice.", metavar="FILE"
     )
@@ -90,23 +84,18 @@ class ScheduleSettings:
 
 @dataclasses.dataclass(frozen=True)
 class PlanSettings(
-    ModelSettings,
-    DeviceSettings,
-    ZeroSettings,
-    LoraSettings,
-    TargetSettings,
-    OutputSettings,
-    ScheduleSettings,
+    ModelSettings, DeviceSettings, ZeroSettings, LoraSettings, TargetSettings, OutputSettings
 ):
-    """All settings of a plan; a command has a part of them."""
+    """All settings of a plan."""
 
 
-# The settings that only some commands have.
-_COMMANDS: dict[str, tuple[type, ...]] = {
-    "memory": (OutputSettings,),
-    "compile": (OutputSettings, ScheduleSettings),
-    "auto": (OutputSettings,),
-    "meshes": (),
+GROUPS = (*SHARED, TargetSettings, OutputSettings)
+# The settings that a command lacks.
+LACKING = {
+    "memory": ("latencies",),
+    "compile": (),
+    "auto": ("latencies", "stage", "paper_config"),
+    "meshes": ("latencies", "json", "plot"),
 }
 
 
@@ -120,25 +109,13 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0 if words else 2
     name = words.pop(0)
     try:
-        if name.startswith("-"):
-            commands = ", ".join(_COMMANDS)
-            raise ValueError(f"a command is required before {name}: one of {commands}")
-        if name not in _COMMANDS:
-            raise ValueError(unknown("command", name, _COMMANDS))
+        if name not in LACKING:
+            raise ValueError(unknown("command", name, LACKING))
         settings = parse(name, words)
         return _meshes(settings) if name == "meshes" else _plan(name, settings)
     except (ValueError, RuntimeError, OSError, OverflowError, MemoryError) as error:
         print("error:", error, file=sys.stderr)
         return 2
-
-
-def settings_of(command: str) -> tuple[type, ...]:
-    """Returns the groups of settings that a command has.
-
-    >>> OutputSettings in settings_of("meshes")
-    False
-    """
-    return (*SHARED, TargetSettings, *_COMMANDS[command])
 
 
 def parse(command: str, args: Sequence[str]) -> PlanSettings:
@@ -150,16 +127,12 @@ def parse(command: str, args: Sequence[str]) -> PlanSettings:
     >>> parse("memory", ["--model", "124m", "--devices", "8"]).devices
     8
     """
-    given = command_line.parse(
-        settings_of(command),
-        args,
-        prog=f"{_PROG} {command}",
-        description=__doc__,
-        hidden=("stage", "paper_config") if command == "auto" else (),
-    )
+    prog, lacking = f"{_PROG} {command}", LACKING[command]
+    given = command_line.parse(GROUPS, args, prog=prog, description=__doc__, hidden=lacking)
+    for name in lacking:
+        if name in given and (name, given[name]) != ("stage", AUTO):
+            raise ValueError(f"{command_line.flag(name)} is no flag of {prog}: leave it out")
     if command == "auto":
-        if given.get("stage", AUTO) != AUTO or "paper_config" in given:
-            raise ValueError("auto chooses the stage: leave --stage and --paper-config out")
         given["stage"] = AUTO
     settings = PlanSettings(**with_paper_config(given))
     command_line.check_values(settings)
@@ -170,17 +143,16 @@ def parse(command: str, args: Sequence[str]) -> PlanSettings:
 
 def _plan(command: str, settings: PlanSettings) -> int:
     target, case = targets.target(settings.target), case_of(settings)
-    memory_bytes = _limit(settings, target)
+    memory_bytes = _limit(case, target)
     if command != "memory":
         aot.check(target, case.zero.mesh.size, settings.topology, settings.latencies)
-    aim = {"target": settings.target, "topology": settings.topology}
     if command == "auto":
-        case = case.choose(**aim)
-        plans = [case.plan(case.zero.config.stage, **aim)]
+        case = case.choose(**_aim(settings))
+        plans = [case.plan(case.zero.stage, **_aim(settings))]
         shown = plans[0]
     else:
-        own = {**aim, "latencies": settings.latencies} if command == "compile" else {}
-        plans = [case.plan(s, **(own if s == settings.stage else {})) for s in STAGES]
+        aim = _aim(settings) | {"latencies": settings.latencies} if command == "compile" else {}
+        plans = [case.plan(s, **(aim if s == settings.stage else {})) for s in STAGES]
         shown = next(plan for plan in plans if plan.stage == settings.stage)
     print(_title(case, settings))
     print(format_stages(plans, memory_bytes))
@@ -209,11 +181,9 @@ def _plan(command: str, settings: PlanSettings) -> int:
     return 0
 
 
-def _limit(settings: PlanSettings, target: targets.Target) -> int:
+def _limit(case: Case, target: targets.Target) -> int:
     """Returns the bytes of device memory that a step may use; 0 if unknown."""
-    if settings.memory_limit is not None:
-        return parse_bytes(settings.memory_limit, "--memory-limit")
-    return auto.usable(target)
+    return case.zero.memory_limit or auto.usable(target)
 
 
 def _meshes(settings: PlanSettings) -> int:
@@ -224,8 +194,10 @@ def _meshes(settings: PlanSettings) -> int:
             f"--mesh {settings.mesh}: meshes compares sizes of model, so leave model and data out"
         )
     target, devices = targets.target(settings.target), devices_of(settings)
+    settings = dataclasses.replace(settings, devices=devices)
     aot.check(target, devices, settings.topology)
-    limit = _limit(settings, target)
+    whole = case_of(settings)
+    limit = _limit(whole, target)
     if not limit or target.platform != "cuda":
         raise ValueError(
             f"--target {target.name} has no modelled step time to compare meshes by: use h100"
@@ -233,15 +205,19 @@ def _meshes(settings: PlanSettings) -> int:
 
     def plan(mp: int, compile: bool) -> Plan:
         mesh = ",".join(f"{axis}={size}" for axis, size in {**sizes, "model": mp}.items())
-        case = case_of(dataclasses.replace(settings, mesh=mesh, devices=devices))
-        aim = {"target": settings.target, "topology": settings.topology} if compile else {}
-        return case.plan(settings.stage, **aim)
+        case = case_of(dataclasses.replace(settings, mesh=mesh))
+        return case.plan(settings.stage, **(_aim(settings) if compile else {}))
 
     counts = advice.splits(devices, sizes.get("replica", 1) * sizes.get("experts", 1))
     rows = list(advice.compare(counts, plan, limit))
-    print(_title(case_of(dataclasses.replace(settings, devices=devices)), settings))
+    print(_title(whole, settings))
     print(advice.format_meshes(rows))
     return 0 if advice.fastest(rows) else 1
+
+
+def _aim(settings: PlanSettings) -> dict[str, str | None]:
+    """Returns the options of a plan that compile it."""
+    return {"target": settings.target, "topology": settings.topology}
 
 
 def devices_of(settings: PlanSettings) -> int:
@@ -293,16 +269,15 @@ def _mesh(settings: PlanSettings, config: families.Config, tokens: int) -> Abstr
 
 def _model(settings: PlanSettings) -> tuple[families.Config, int]:
     """Returns the model, and the tokens of a row."""
-    folder, vocab, tokens = settings.init_from, settings.vocab_size, settings.seq_len
+    folder, vocab = settings.init_from, settings.vocab_size
     config = families.preset(settings.model) if folder is None else folder_config.config(folder)
     config = families.with_capacity(config, settings.expert_capacity_factor)
-    if tokens is None:
-        tokens = min(ROW, config.seq)
+    tokens = settings.seq_len or min(ROW, config.seq)
     if folder is None:
         config = dataclasses.replace(config, vocab=vocab or config.vocab)
         if isinstance(config, gpt.GPTConfig):  # its positions are parameters
             config = dataclasses.replace(config, seq=tokens)
-    if vocab not in (None, config.vocab):
+    elif vocab not in (None, config.vocab):
         raise ValueError(
             f"--vocab-size {vocab}: the model in {folder} has {config.vocab}; leave it out"
         )
@@ -323,14 +298,14 @@ def _title(case: Case, settings: PlanSettings) -> str:
     return (
         f"{settings.init_from or settings.model} ({config.layers} x {config.width}) on "
         f"{zero.mesh.size} {settings.target}, global batch {case.rows} x {case.row} tokens, "
-        f"{settings.compute_dtype}, remat {zero.config.remat}, {zero.config.grad_accum_steps} "
+        f"{settings.compute_dtype}, remat {zero.remat}, {zero.grad_accum_steps} "
         f"micro-batches, {case.optimizer}{beside}"
     )
 
 
 def _of_experts(case: Case, config: DecoderConfig, experts: int, target: targets.Target) -> str:
     """Formats the token count above which gathering experts takes less communication time."""
-    mesh, zero = case.zero.mesh, case.zero.config
+    zero, mesh = case.zero, case.zero.mesh
     devices, groups = axis_size(mesh, data_axis(mesh)), experts_size(mesh)
     would = groups if groups > 1 else math.gcd(experts, devices)
     if would == 1:
