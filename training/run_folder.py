@@ -313,8 +313,7 @@ def _checkpoints(folder: Path, events: Sequence[Line]) -> list[SavedStep]:
     times = {e["step"]: when(e) for e in events if e.get("event") == "checkpoint" and "step" in e}
     checkpoints = {step: SavedStep(step, time) for step, time in times.items()}
     if folder.is_dir():
-        from zero_jax.checkpoint.inspection import summary  # here: it imports jax
-        from zero_jax.checkpoint.retention import step_folders
+        from zero_jax.checkpoint.directory import step_folders, summary  # here: it imports jax
 
         for step, path in step_folders(folder).items():
             seen = summary(path)

@@ -23,9 +23,8 @@ from training.multiprocess import say
 from training.run_folder import CHECKPOINTS
 from zero_jax.checkpoint.arrays import Damaged
 from zero_jax.checkpoint.checkpoints import Checkpoints, on_first_process
-from zero_jax.checkpoint.inspection import folders
+from zero_jax.checkpoint.directory import folders, set_aside
 from zero_jax.checkpoint.manifest import ITEM, Manifest
-from zero_jax.checkpoint.retention import set_aside
 
 PyTree = Any
 Settings = Mapping[str, Any]

@@ -3,7 +3,7 @@
 import collections
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -32,6 +32,16 @@ def check_once(names: Iterable[str]) -> None:
     """Raises ValueError if a name is given twice, as YAML and JSON allow."""
     if twice := [name for name, count in collections.Counter(names).items() if count > 1]:
         raise ValueError(f"{', '.join(twice)} is given twice: remove one")
+
+
+def few(items: Sequence[str], separator: str = "; ") -> str:
+    """Joins the first five items, and counts the others.
+
+    >>> few([*"abcdefg"], ", ")
+    'a, b, c, d, e and 2 more'
+    """
+    more = f" and {len(items) - 5} more" if len(items) > 5 else ""
+    return separator.join(items[:5]) + more
 
 
 _UNITS = {"": 1, "b": 1}

@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import zero_jax
-from zero_jax.checkpoint import arrays, checksum, inspection, retention, writer
+from zero_jax.checkpoint import arrays, directory, writer
 from zero_jax.checkpoint.arrays import Damaged, StoredArray
 from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.checkpoint.manifest import Manifest
@@ -74,7 +74,7 @@ def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path):
                 with pytest.raises((Damaged, ValueError)):
                     checkpoints.restore(tree)
                     pytest.fail(f"{path}, byte {at} of {len(good)}: not noticed")
-                assert trial % 3 or inspection.summary(folder, read=True).problems
+                assert trial % 3 or directory.summary(folder, read=True).problems
             path.write_bytes(good)
         back = checkpoints.restore(tree).tree
     for found, want in zip(*map(jax.tree.leaves, (back, tree)), strict=True):
@@ -99,11 +99,11 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(saved, name, sealed):
     os.mkfifo(path)
     if not sealed:
         (saved / "1" / "seal.json").unlink()
-    assert inspection.summary(saved / "1").nbytes > 0
+    assert directory.summary(saved / "1").nbytes > 0
     if not sealed and "state" not in name:
         assert restored(saved).step == 1
         return
-    assert inspection.summary(saved / "1", read=True).problems
+    assert directory.summary(saved / "1", read=True).problems
     with pytest.raises(Damaged, match=path.name):
         restored(saved)
 
@@ -138,7 +138,7 @@ FORGED = [  # named by the error, changes
 def test_a_forged_manifest_is_damage(saved, named, changes):
     forge(saved, **changes)
     for read in (False, True):
-        (said,) = inspection.summary(saved / "1", read=read).problems
+        (said,) = directory.summary(saved / "1", read=read).problems
         assert re.search(named, said)
     if named != f"{2**50:,}":  # it is of another shape than TREE
         with pytest.raises(ValueError, match=named) as told:
@@ -203,9 +203,9 @@ def test_checksums_of_processes_are_added(saved, monkeypatch):
 def test_later_checkpoints_are_set_aside_once(tmp_path):
     for name in ("3", "5", "12", "notes"):
         (tmp_path / name).mkdir()
-    assert retention.set_aside(tmp_path, 3) == [5, 12]
+    assert directory.set_aside(tmp_path, 3) == [5, 12]
     (tmp_path / "4").mkdir()
-    assert retention.set_aside(tmp_path, 3) is None and (tmp_path / "4").exists()
+    assert directory.set_aside(tmp_path, 3) is None and (tmp_path / "4").exists()
 
 
 @pytest.mark.parametrize("count", [0, 4, 8])
@@ -224,13 +224,13 @@ def test_a_run_that_stops_deleting_leaves_whole_checkpoints(tmp_path, monkeypatc
         return deletes
 
     with monkeypatch.context() as patch:
-        patch.setattr(retention, "_INTERVAL", 0.01)
+        patch.setattr(directory, "_INTERVAL", 0.01)
         for name in ("unlink", "remove"):
             patch.setattr(os, name, stops(getattr(os, name)))
         with Checkpoints(tmp_path, keep=2) as checkpoints:
             for step in range(1, 5):
                 checkpoints.save(step, {name: jnp.full(3, step) for name in like})
-    said = [line for line in capsys.readouterr().err.splitlines() if retention.FOLDER in line]
+    said = [line for line in capsys.readouterr().err.splitlines() if directory.DISCARDED in line]
     assert len(said) == 2 and left[0] < 0
     with Checkpoints(tmp_path, read_only=True) as checkpoints:
         assert len(checkpoints.steps) >= 2
@@ -242,30 +242,30 @@ def test_a_run_that_stops_deleting_leaves_whole_checkpoints(tmp_path, monkeypatc
         for step in range(checkpoints.latest + 1, 8):
             checkpoints.save(step, like)
         assert checkpoints.steps == [6, 7]
-    assert not list((tmp_path / retention.FOLDER).iterdir())
+    assert not list((tmp_path / directory.DISCARDED).iterdir())
 
 
 @pytest.mark.parametrize("slab", [1, 5, 1 << 20])
 @pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32, np.float64])
 def test_the_checksum_is_that_of_all_elements(dtype, slab, monkeypatch):
     """The same sum in Python's integers."""
-    monkeypatch.setattr(checksum, "_SLAB", slab)
+    monkeypatch.setattr(arrays, "_SLAB", slab)
     for shape in [(), (0,), (1,), (37,), (1, 37), (3, 0), (7, 5), (2, 3, 1, 9)]:
         piece = np.asarray(np.random.default_rng(0).integers(0, 200, shape)).astype(dtype)
         starts, total = tuple(range(3, 3 + len(shape))), 0
         for index in np.ndindex(shape):
-            term = int(checksum.as_unsigned(piece)[index])
+            term = int(arrays.as_unsigned(piece)[index])
             for dim, (start, at) in enumerate(zip(starts, index, strict=True)):
-                term *= int(checksum.factors(dim, start + at, 1)[0])
+                term *= int(arrays.factors(dim, start + at, 1)[0])
             total += term
-        assert checksum.checksum(piece, starts) == total % checksum.MODULUS
+        assert arrays.checksum(piece, starts) == total % arrays.MODULUS
 
 
 def test_an_element_that_moves_or_changes_changes_the_checksum():
     piece = np.arange(12, dtype=np.float32).reshape(3, 4)
     others = [np.where(np.arange(12).reshape(3, 4) == at, -piece - 1, piece) for at in range(12)]
-    sums = {checksum.checksum(each, (0, 0)) for each in (piece, piece[::-1].copy(), *others)}
-    assert len(sums | {checksum.checksum(piece, (0, 1))}) == 3 + piece.size
+    sums = {arrays.checksum(each, (0, 0)) for each in (piece, piece[::-1].copy(), *others)}
+    assert len(sums | {arrays.checksum(piece, (0, 1))}) == 3 + piece.size
 
 
 @pytest.mark.parametrize(("stage", "replica"), [(0, 1), (1, 2), (3, 1), (3, 2)])

@@ -1,27 +1,32 @@
-"""Arrays on disk: zarr 3 by TensorStore, in chunks that each carry a CRC-32C.
+"""Arrays on disk: zarr 3 by TensorStore, in chunks that each carry a CRC-32C, and their checksums.
 
 The stored array has its full, unpadded shape. No chunk crosses a border between the shards of two
 devices, so every process writes its own chunks. A shard above CHUNK_BYTES has several, so that a
 small part is read alone. A missing, truncated or altered chunk is an error, never zeros.
+
+The checksum of an array does not depend on partitioning, padding or placement. It is a sum over
+elements modulo 2^64. A term is the bits of an element as an unsigned integer, times an odd factor
+for each of its indices. Checksums of disjoint pieces add up to that of the full array, so every
+process sums the pieces it stores. One changed element always changes the sum, because odd factors
+are invertible; another change is missed with a probability of 2^-64.
 """
 
 import dataclasses
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
-from zero_jax.checkpoint.checksum import as_unsigned
-
 CHUNK_BYTES = 64 * 2**20
 CRC_BYTES = 4
 MAX_BYTES = 2**60  # of one array; 1 EiB
 KEY = "key<"  # begins the dtype of a random key
+MODULUS = 1 << 64
+_SLAB = 1 << 20  # elements widened to 64 bits at a time
 # Dtypes of zarr; others are stored as unsigned integers of the same bits.
 _ZARR_DTYPES = {"bool", "bfloat16", "float16", "float32", "float64", "complex64", "complex128"} | {
     f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)
@@ -32,13 +37,6 @@ Piece = tuple[Index, np.ndarray]  # with the index of its first element in the f
 
 class Damaged(ValueError):
     """A file of a checkpoint differs from the one that was written."""
-
-
-class Chunk(NamedTuple):
-    """The bounds of a chunk in the array, or of its part in a box."""
-
-    starts: Index
-    stops: Index
 
 
 def chunk_shape(shape: Sequence[int], shard: Sequence[int], itemsize: int) -> Index:
@@ -61,13 +59,6 @@ def chunk_shape(shape: Sequence[int], shard: Sequence[int], itemsize: int) -> In
     return tuple(chunk)
 
 
-def regular_bytes(path: Path) -> bytes:
-    """Returns the bytes of a file; raises Damaged for a pipe, whose writer it would wait for."""
-    if path.exists() and not path.is_file():
-        raise Damaged(f"{path} is not a regular file")
-    return path.read_bytes()
-
-
 @dataclasses.dataclass(frozen=True)
 class StoredArray:
     """One array of a checkpoint; methods take the folder of its manifest.
@@ -80,7 +71,7 @@ class StoredArray:
       dtype: Dtype in the tree; for a random key, "key<threefry2x32>", for example.
       stored: Dtype on disk.
       chunk: Shape of a chunk, from `chunk_shape`.
-      checksum: See checksum.py.
+      checksum: Checksum of all elements.
     """
 
     folder: str
@@ -93,18 +84,15 @@ class StoredArray:
     def __post_init__(self) -> None:
         for name in ("shape", "chunk"):  # lists in JSON
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        is_grid = len(self.chunk) == len(self.shape)
-        limits = zip(self.chunk, self.shape, strict=True)
-        valid = {
-            "shape": all(type(n) is int and n >= 0 for n in self.shape)
-            and math.prod(self.shape) * jnp.dtype(self.stored).itemsize <= MAX_BYTES,
-            "chunk": is_grid and all(type(c) is int and 1 <= c <= max(1, n) for c, n in limits),
-            "stored": self.stored == ("uint32" if str(self.dtype)[:4] == KEY else self.dtype),
-            "checksum": type(self.checksum) is int and self.checksum >= 0,
-        }
-        for name, is_valid in valid.items():
-            if not is_valid:
-                raise ValueError(f"{self.folder} has the invalid `{name}` {getattr(self, name)!r}")
+        is_valid = (
+            all(type(n) is int and n >= 0 for n in (*self.shape, *self.chunk, self.checksum))
+            and len(self.chunk) == len(self.shape)
+            and all(1 <= c <= max(1, n) for c, n in zip(self.chunk, self.shape, strict=True))
+            and self.stored == ("uint32" if str(self.dtype)[:4] == KEY else self.dtype)
+            and self.nbytes <= MAX_BYTES
+        )
+        if not is_valid:
+            raise ValueError(f"no save writes {self}")
 
     @property
     def nbytes(self) -> int:
@@ -132,17 +120,27 @@ class StoredArray:
         dtype, shape = jnp.dtype(self.stored), tuple(map(operator.sub, stops, starts))
         if 0 in shape:
             return np.zeros(shape, dtype)
-        for chunk in self.chunks(starts, stops):
-            self.check_file(root, chunk)
-        store = self._open(root)
+        for first, _ in self.chunks(starts, stops):
+            self.check_file(root, first)
         try:
-            value = store[tuple(map(slice, starts, stops))].read().result()
+            value = self._open(root)[tuple(map(slice, starts, stops))].read().result()
         except ValueError as error:  # TensorStore has no other type for a wrong CRC
             raise Damaged(f"{root / self.folder}: {_message(error)}") from error
         return np.asarray(value).view(dtype)
 
-    def chunks(self, starts: Index = (), stops: Index = ()) -> Iterator[Chunk]:
-        """Yields the chunks that overlap a box, by default all, with their bounds within it.
+    def read_checked(self, root: Path) -> Iterator[Piece]:
+        """Yields the array in chunks; raises Damaged if one, or in the end the sum, differs."""
+        total = 0
+        for starts, stops in self.chunks():
+            part = self.read(root, starts, stops)
+            total += checksum(part, starts)
+            yield starts, part
+            del part  # holds one chunk, not two, while the next is read
+        if total % MODULUS != self.checksum:
+            raise Damaged(f"its checksum does not match ({root / self.folder})")
+
+    def chunks(self, starts: Index = (), stops: Index = ()) -> Iterator[tuple[Index, Index]]:
+        """Yields starts and stops of the parts of chunks in a box, by default of all.
 
         Lists nothing in advance: a forged manifest may describe 2^50 chunks.
         """
@@ -152,25 +150,20 @@ class StoredArray:
         for number in range(math.prod(counts)):
             corner = [*map(operator.getitem, grid, np.unravel_index(number, counts))]
             ends = map(operator.add, corner, self.chunk)
-            yield Chunk(tuple(map(max, starts, corner)), tuple(map(min, stops, ends)))
+            yield tuple(map(max, starts, corner)), tuple(map(min, stops, ends))
 
-    def check_file(self, root: Path, chunk: Chunk) -> None:
-        """Raises Damaged if a chunk's file is missing, a pipe or of another size than a chunk.
+    def check_file(self, root: Path, index: Index) -> None:
+        """Raises Damaged if the file of the chunk at an index is missing or of another size.
 
         TensorStore would wait for the writer of a pipe, and read a file of any size.
         """
-        path = self._path(root, chunk.starts)
+        path = root.joinpath(self.folder, "c", *map(str, map(operator.floordiv, index, self.chunk)))
         nbytes = math.prod(self.chunk) * jnp.dtype(self.stored).itemsize + CRC_BYTES
         size = path.stat().st_size if path.is_file() else None
         if size != nbytes:
             problem = "is no regular file" if size is None else f"has {size:,} bytes"
             count = math.prod(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True))
             raise Damaged(f"{path} {problem}; the array has {count:,} chunks of {nbytes:,} bytes")
-
-    def _path(self, root: Path, index: Index) -> Path:
-        """Returns the file of the chunk with the element at an index."""
-        position = map(operator.floordiv, index, self.chunk)
-        return root.joinpath(self.folder, "c", *map(str, position))
 
     def _open(self, root: Path, create: bool = False) -> ts.TensorStore:
         bits = 8 * jnp.dtype(self.stored).itemsize
@@ -199,3 +192,47 @@ class StoredArray:
 def _message(error: ValueError) -> str:
     """Returns a message of TensorStore without its specification of the array."""
     return str(error).partition(" [")[0]
+
+
+def as_unsigned(piece: np.ndarray) -> np.ndarray:
+    """Returns the same bits as unsigned integers.
+
+    >>> as_unsigned(np.array([1.0, -0.0], np.float32)).tolist()
+    [1065353216, 2147483648]
+    """
+    # `ascontiguousarray` gives a number one dim.
+    return np.ascontiguousarray(piece).reshape(piece.shape).view(f"u{piece.dtype.itemsize}")
+
+
+def checksum(piece: np.ndarray, starts: Index) -> int:
+    """Returns the checksum of a piece that begins at an index of the full array.
+
+    >>> full = np.arange(12, dtype=np.float32).reshape(3, 4)
+    >>> parts = checksum(full[:2], (0, 0)) + checksum(full[2:], (2, 0))
+    >>> parts % 2**64 == checksum(full, (0, 0))
+    True
+    """
+    if piece.size > _SLAB:
+        dim = next(d for d, n in enumerate(piece.shape) if n > 1)
+        half = piece.shape[dim] // 2
+        first, second = np.split(piece, [half], dim)
+        middle = (*starts[:dim], starts[dim] + half, *starts[dim + 1 :])
+        return (checksum(first, starts) + checksum(second, middle)) % MODULUS
+    total = as_unsigned(piece).astype(np.uint64)
+    for dim in reversed(range(piece.ndim)):
+        total = total @ factors(dim, starts[dim], piece.shape[dim])
+    return int(total)
+
+
+def factors(dim: int, start: int, count: int) -> np.ndarray:
+    """Returns pseudo-random odd factors, one for each index (the finaliser of SplitMix64)."""
+    x = np.arange(start, start + count, dtype=np.uint64)
+    x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(dim << 56)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (x ^ (x >> np.uint64(31))) | np.uint64(1)
+
+
+def total(pieces: Iterable[Piece]) -> int:
+    """Returns the checksum of pieces, each with its start."""
+    return sum(checksum(piece, starts) for starts, piece in pieces) % MODULUS

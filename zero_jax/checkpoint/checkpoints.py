@@ -19,8 +19,9 @@ import json
 import operator
 import os
 import pathlib
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import jax
@@ -28,14 +29,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from zero_jax.checkpoint import retention
-from zero_jax.checkpoint.arrays import Damaged
-from zero_jax.checkpoint.checksum import sum_over_processes, total
+from zero_jax.checkpoint.arrays import Damaged, StoredArray, total
+from zero_jax.checkpoint.directory import DISCARDED, step_folders, sweep
 from zero_jax.checkpoint.leaves import NamedLeaf, leaves, unflatten
-from zero_jax.checkpoint.manifest import ITEM, Json, Manifest, check_seal, write_seal
-from zero_jax.checkpoint.manifest import NAME as MANIFEST
-from zero_jax.checkpoint.writer import OrbaxHandler, SaveArgs, new_manifest, snapshot
+from zero_jax.checkpoint.manifest import ITEM, MANIFEST, Json, Manifest, check_seal, write_seal
+from zero_jax.checkpoint.writer import OrbaxHandler, save_args
 from zero_jax.distributed.lock import locked
+from zero_jax.names import few
 from zero_jax.sharding import paths
 from zero_jax.sharding.paths import PyTree
 
@@ -115,12 +115,12 @@ class Checkpoints:
         lock = on_first_process(lambda: locked(self.directory))
         if lock is not None:
             self._at_close.callback(os.close, lock)
-            self._at_close.callback(retention.sweep(self.directory))
+            self._at_close.callback(sweep(self.directory))
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             keep_period=keep_every,
             cleanup_tmp_directories=True,
-            todelete_subdir=retention.FOLDER,
+            todelete_subdir=DISCARDED,
             save_root_metadata=False,
             # Else files could be written before their folder is made.
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
@@ -140,7 +140,7 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Steps with a checkpoint, ascending; waits for a save in progress."""
         self.wait()
-        every = retention.step_folders(self.directory)
+        every = step_folders(self.directory)
         return [step for step, folder in every.items() if (folder / ITEM / MANIFEST).exists()]
 
     @property
@@ -182,8 +182,8 @@ class Checkpoints:
         json.dumps([config, extra])
         saved = leaves(tree)
         nbytes = sum(leaf.array.nbytes for leaf in saved)
-        on_first_process(lambda: _check_space(self.directory, nbytes, 2 * len(saved)))
-        args = SaveArgs(new_manifest(number, saved, config, extra), snapshot(saved))
+        on_first_process(lambda: _check_space(self.directory, nbytes))
+        args = save_args(number, saved, config, extra)
         self._manager.save(number, args=ocp.args.Composite(**{ITEM: args}))
         self._unsealed = number
         if any(leaf.in_files for leaf in saved):
@@ -273,24 +273,32 @@ class Checkpoints:
         check_seal(folder.parent)
         manifest = Manifest.read(folder)
         wanted = leaves(like)
-        paths_by_kind = _compare(wanted, manifest, may_differ, str(folder))
-        names, nodes, sums = set(paths_by_kind["restored"]), [], []
+        restored, *others = _compare(wanted, manifest.arrays, may_differ, str(folder))
+        nodes, sums = [], []
         for leaf in wanted:
-            if leaf.name not in names:
-                nodes.append(leaf.node)
-                continue
-            nodes.append(leaf.build(functools.partial(manifest.arrays[leaf.name].read, folder)))
-            sums.append(total(dataclasses.replace(leaf, node=nodes[-1]).pieces()))
-        for name, actual in zip(paths_by_kind["restored"], sum_over_processes(sums), strict=True):
-            if actual != manifest.arrays[name].checksum:
+            node = leaf.node
+            if leaf.name in restored:
+                node = leaf.build(functools.partial(restored[leaf.name].read, folder))
+                sums.append(total(dataclasses.replace(leaf, node=node).pieces()))
+            nodes.append(node)
+        for (name, array), actual in zip(restored.items(), _sum_over_processes(sums), strict=True):
+            if actual != array.checksum:
                 raise Damaged(f"{folder} is damaged: the checksum of {name} does not match")
-        tree = unflatten(like, nodes)
-        restored = Restored(tree, manifest.step, manifest.config, manifest.extra, **paths_by_kind)
+        tree, known = unflatten(like, nodes), (manifest.step, manifest.config, manifest.extra)
+        missing, extra, changed = map(tuple, others)
+        result = Restored(tree, *known, tuple(restored), missing, extra, changed)
         if say is not None:
-            say(str(restored))
+            say(str(result))
         elif jax.process_index() == 0:
-            print(restored, file=sys.stderr)
-        return restored
+            print(result, file=sys.stderr)
+        return result
+
+
+def _sum_over_processes(values: list[int]) -> list[int]:
+    """Adds up each number over all processes, modulo 2^64."""
+    halves = np.array(values, np.uint64).view(np.uint32)  # JAX has no 64 bits by default
+    gathered = np.ascontiguousarray(multihost_utils.process_allgather(halves))
+    return gathered.view(np.uint64).sum(axis=0).tolist()
 
 
 def on_first_process(work: Callable[[], T]) -> T | None:
@@ -308,42 +316,38 @@ def on_first_process(work: Callable[[], T]) -> T | None:
 
 
 def _compare(
-    wanted: Sequence[NamedLeaf], manifest: Manifest, may_differ: str | None, where: str
-) -> dict[str, tuple[str, ...]]:
-    """Returns paths restored, missing, extra and changed; raises ValueError for one not allowed."""
-    old = {name: f"{x.dtype}{list(x.shape)}" for name, x in manifest.arrays.items()}
+    wanted: Sequence[NamedLeaf], held: Mapping[str, StoredArray], may_differ: str | None, where: str
+) -> tuple[dict[str, StoredArray], dict[str, str], dict[str, str], dict[str, str]]:
+    """Returns arrays restored, missing, extra and changed; raises ValueError for others."""
+    old = {name: f"{x.dtype}{list(x.shape)}" for name, x in held.items()}
     new = {leaf.name: f"{leaf.array.dtype}{list(leaf.array.shape)}" for leaf in wanted}
     missing = {name: "is missing" for name in new if name not in old}
     extra = {name: "is not in `like`" for name in old if name not in new}
-    shared = [name for name in new if name in old]
-    changed = {n: f"is {old[n]}, not {new[n]}" for n in shared if old[n] != new[n]}
+    changed = {n: f"is {old[n]}, not {x}" for n, x in new.items() if old.get(n, x) != x}
     problems = missing | extra | changed
     matched = may_differ and problems and paths.matches(may_differ, [*problems], "may_differ")
     allowed = itertools.zip_longest(problems.items(), matched or [])
     refused = [f"{name} {problem}" for (name, problem), is_allowed in allowed if not is_allowed]
     if refused:
-        more = f" and {len(refused) - 5} more" if len(refused) > 5 else ""
         raise ValueError(
-            f"{where} does not match `like`: {'; '.join(refused[:5])}{more}. Build the same model "
-            "and optimizer, or set `may_differ` to a pattern of these paths"
+            f"{where} does not match `like`: {few(refused)}. Build the same model and optimizer, "
+            "or set `may_differ` to a pattern of these paths"
         )
+    kept = missing | changed
     for leaf in wanted:
-        kept = leaf.name in missing or leaf.name in changed
-        if kept and not isinstance(leaf.value, (jax.Array, np.ndarray, int, float)):
+        is_value = isinstance(leaf.value, (jax.Array, np.ndarray, int, float))
+        if leaf.name in kept and not is_value:
             raise ValueError(
                 f"{leaf.name} is not restored, and `like` has no value for it: give an array"
             )
-    restored = tuple(name for name in shared if name not in changed)
-    differing = {"missing": missing, "extra_arrays": extra, "changed": changed}
-    return {"restored": restored} | {kind: tuple(names) for kind, names in differing.items()}
+    return {n: held[n] for n in new if n not in kept}, missing, extra, changed
 
 
-def _check_space(directory: pathlib.Path, nbytes: int, files: int) -> None:
-    """Raises OSError if the file system has too few bytes or files left."""
-    disk = os.statvfs(directory)
-    free, free_files = disk.f_bavail * disk.f_frsize, disk.f_favail
-    if free < nbytes or (disk.f_files and free_files < files):  # some do not count files
+def _check_space(directory: pathlib.Path, nbytes: int) -> None:
+    """Raises OSError if the file system has too few bytes left."""
+    free = shutil.disk_usage(directory).free
+    if free < nbytes:
         raise OSError(
-            f"{directory} has {free:,} bytes free and room for {free_files:,} files, a checkpoint "
-            f"needs {nbytes:,} and {files:,}: free space, or keep fewer checkpoints"
+            f"{directory} has {free:,} bytes free, and a checkpoint needs {nbytes:,}: free space, "
+            "or keep fewer checkpoints"
         )

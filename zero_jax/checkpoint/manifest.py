@@ -11,11 +11,11 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from zero_jax.checkpoint.arrays import Damaged, StoredArray, regular_bytes
+from zero_jax.checkpoint.arrays import Damaged, StoredArray
 
 FORMAT = 1
 ITEM = "state"  # the folder of the manifest and the arrays in that of a step
-NAME = "manifest.json"
+MANIFEST = "manifest.json"
 SEAL = "seal.json"
 Json = Any  # given by the caller
 
@@ -48,7 +48,7 @@ class Manifest:
     def write(self, folder: pathlib.Path) -> None:
         """Writes the file; the caller makes the folder permanent."""
         text = json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1)
-        (folder / NAME).write_text(f"{text}\n{_sha256(text.encode())}\n")
+        (folder / MANIFEST).write_text(f"{text}\n{_sha256(text.encode())}\n")
 
     @classmethod
     def read(cls, folder: pathlib.Path) -> "Manifest":
@@ -56,28 +56,26 @@ class Manifest:
 
         Raises ValueError if there is none, or a later version of zero_jax wrote it.
         """
-        path = folder / NAME
+        path = folder / MANIFEST
         try:
             data = regular_bytes(path)
         except FileNotFoundError as error:
-            raise ValueError(f"{folder} is no zero_jax checkpoint: {NAME} is missing") from error
+            raise ValueError(
+                f"{folder} is no zero_jax checkpoint: {MANIFEST} is missing"
+            ) from error
         text, _, digest = data.decode("utf-8", "replace").rstrip("\n").rpartition("\n")
         if digest != _sha256(text.encode()) or not data.endswith(b"\n"):
             raise Damaged(f"{path} is damaged: its checksum does not match")
         # The SHA-256 detects damage only: whoever edits the file can compute it again.
         try:
             fields = json.loads(text)
-            is_later = fields.pop("format") > FORMAT
-            version = fields["versions"].get("zero_jax")
-            if not is_later:
-                arrays = {
-                    name: StoredArray(**entry) for name, entry in fields.pop("arrays").items()
-                }
-                return cls(arrays=arrays, **fields)
+            version, number = fields["versions"].get("zero_jax"), fields.pop("format")
+            if number <= FORMAT:
+                entries = fields.pop("arrays").items()
+                return cls(arrays={name: StoredArray(**x) for name, x in entries}, **fields)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise Damaged(
-                f"{path} is damaged or forged: {type(error).__name__}, {error}"
-            ) from error
+            problem = f"{type(error).__name__}, {error}"
+            raise Damaged(f"{path} is damaged or forged: {problem}") from error
         raise ValueError(
             f"{path} was written by a later zero_jax ({version}): install that or a later one"
         )
@@ -112,6 +110,13 @@ def _metadata_sums(folder: pathlib.Path) -> dict[str, str]:
     files = [p.relative_to(folder) for p in folder.rglob("*") if p.is_file() and p.name != SEAL]
     files = [p for p in files if p.parts[1:2] != ("arrays",) or p.parts[3:4] != ("c",)]
     return {str(path): _sha256((folder / path).read_bytes()) for path in files}
+
+
+def regular_bytes(path: pathlib.Path) -> bytes:
+    """Returns the bytes of a file; raises Damaged for a pipe, whose writer it would wait for."""
+    if path.exists() and not path.is_file():
+        raise Damaged(f"{path} is not a regular file")
+    return path.read_bytes()
 
 
 def _sha256(data: bytes) -> str:

@@ -15,33 +15,13 @@ from orbax.checkpoint import checkpoint_args
 from orbax.checkpoint.multihost import get_barrier_sync_fn
 
 from zero_jax._version import __version__
-from zero_jax.checkpoint.arrays import Piece
-from zero_jax.checkpoint.checksum import MODULUS, total
+from zero_jax.checkpoint.arrays import MODULUS, Piece, total
 from zero_jax.checkpoint.leaves import NamedLeaf
-from zero_jax.checkpoint.manifest import NAME as MANIFEST
-from zero_jax.checkpoint.manifest import Json, Manifest
+from zero_jax.checkpoint.manifest import MANIFEST, Json, Manifest
 
 _BARRIER_TIMEOUT_MS = 1_200_000  # that of Orbax
 _save_numbers = itertools.count()  # equal in all processes
 Pieces = list[Piece] | Callable[[], list[Piece]]
-
-
-def snapshot(saved: Sequence[NamedLeaf]) -> dict[str, Pieces]:
-    """Copies this process's pieces to host memory; those in files are read when written."""
-    for leaf in saved:
-        if isinstance(leaf.value, jax.Array) and not leaf.is_key:
-            for shard in leaf.value.addressable_shards:
-                if shard.replica_id == 0:
-                    shard.data.copy_to_host_async()
-    return {x.name: x.pieces if x.in_files else x.pieces() for x in saved}
-
-
-def new_manifest(step: int, saved: Sequence[NamedLeaf], config: Json, extra: Json) -> Manifest:
-    """Returns a manifest without the checksums of arrays."""
-    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore")
-    versions = {name: importlib.metadata.version(name) for name in packages}
-    arrays = {leaf.name: leaf.array for leaf in saved}
-    return Manifest(step, arrays, {"zero_jax": __version__, **versions}, config, extra)
 
 
 class OrbaxHandler(ocp.AsyncCheckpointHandler):
@@ -85,8 +65,23 @@ class OrbaxHandler(ocp.AsyncCheckpointHandler):
 class SaveArgs(ocp.args.CheckpointArgs):
     """The part of a checkpoint that one process saves."""
 
-    manifest: Manifest
+    manifest: Manifest  # without the checksums of arrays
     pieces: dict[str, Pieces]
+
+
+def save_args(step: int, saved: Sequence[NamedLeaf], config: Json, extra: Json) -> SaveArgs:
+    """Copies this process's pieces to host memory; those in files are read when written."""
+    for leaf in saved:
+        if isinstance(leaf.value, jax.Array) and not leaf.is_key:
+            for shard in leaf.value.addressable_shards:
+                if shard.replica_id == 0:
+                    shard.data.copy_to_host_async()
+    pieces = {x.name: x.pieces if x.in_files else x.pieces() for x in saved}
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore")
+    versions = {"zero_jax": __version__} | {n: importlib.metadata.version(n) for n in packages}
+    return SaveArgs(
+        Manifest(step, {x.name: x.array for x in saved}, versions, config, extra), pieces
+    )
 
 
 def write_part(folder: pathlib.Path, args: SaveArgs) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from zero_jax.checkpoint import inspection
+from zero_jax.checkpoint import directory
 from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.checkpoint.manifest import SEAL
 from zero_jax.commands import command_line
@@ -44,10 +44,10 @@ def _inspect(dir: pathlib.Path, step: int | None = None) -> int:
       dir: Checkpoint folder.
       step: Step to list the arrays of (default: the latest).
     """
-    folders = inspection.folders(dir)
+    folders = directory.folders(dir)
     shown = max(folders) if step is None else step
-    inspection.folders(dir, shown)  # raises if it does not exist
-    summaries = {step: inspection.summary(folder) for step, folder in folders.items()}
+    directory.folders(dir, shown)  # raises if it does not exist
+    summaries = {step: directory.summary(folder) for step, folder in folders.items()}
     for step, summary in summaries.items():
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.seconds or 0))
         complete = "complete" if summary.sealed else f"complete, without {SEAL}"
@@ -56,7 +56,7 @@ def _inspect(dir: pathlib.Path, step: int | None = None) -> int:
             f"{summary.nbytes / 1e6:,.3f} MB  {'INCOMPLETE' if summary.problems else complete}"
         )
         print(*(f"  {problem}\n" for problem in summary.problems), sep="", end="")
-    for name in inspection.unfinished(dir):
+    for name in directory.unfinished(dir):
         print(f"{name}  is left by an interrupted save; the next run removes it")
     if (manifest := summaries[shown].manifest) is not None:
         versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
@@ -77,8 +77,8 @@ def _verify(dir: pathlib.Path, step: int | None = None) -> int:
       step: Step to verify (default: all).
     """
     is_damaged = False
-    for number, folder in inspection.folders(dir, step).items():
-        problems = inspection.summary(folder, read=True).problems
+    for number, folder in directory.folders(dir, step).items():
+        problems = directory.summary(folder, read=True).problems
         print(f"step {number}: {'DAMAGED' if problems else 'undamaged'}")
         print(*(f"  {problem}\n" for problem in problems), sep="", end="", flush=True)
         is_damaged = is_damaged or bool(problems)

@@ -8,6 +8,7 @@ Host memory: one chunk, of about 64 MiB, whatever the size of the model and of t
 
 import contextlib
 import math
+import operator
 import pathlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,13 +18,13 @@ import numpy as np
 
 from zero_jax.checkpoint.arrays import StoredArray
 from zero_jax.checkpoint.checkpoints import Checkpoints
-from zero_jax.checkpoint.inspection import read_checked
 from zero_jax.checkpoint.manifest import ITEM, check_seal
 from zero_jax.interchange import folder_config
-from zero_jax.interchange.folder_config import CONFIG, Path, few, write_json
+from zero_jax.interchange.folder_config import CONFIG, Path, write_json
 from zero_jax.interchange.safetensor_files import DTYPES, Writer
 from zero_jax.models import families, hf, hf_gpt2
 from zero_jax.models.hf_places import Places
+from zero_jax.names import few
 
 MAX_FILE_BYTES = 2 * 10**9
 # Where parameters are in a checkpoint of (params, opt_state), of params and of {"params": ...}.
@@ -83,10 +84,7 @@ def export(
     origin = None if like is None else pathlib.Path(like)
     try:
         arrays = _parameters(manifest.arrays, prefix)
-        if origin is not None:
-            config = folder_config.config(origin)
-        else:
-            config = _config(recorded, arrays, recorded.get("heads") if heads is None else heads)
+        config = folder_config.config(origin) if origin else _config(recorded, arrays, heads)
         dtype = _dtype(arrays, config)
         known = hf.json_of(config, dtype)
         theirs = folder_config.read(origin) if origin else {}
@@ -101,13 +99,13 @@ def export(
         kinds = {place.name: (place.shape, dtype) for place in layout.places}
         writer = Writer(partial, kinds, max_file_bytes)
         for path, places in layout.by_path.items():
-            for chunk, part in read_checked(folder, arrays[path]):
-                write_part(writer, places, chunk.starts, part)
+            for starts, part in arrays[path].read_checked(folder):
+                write_part(writer, places, starts, part)
         writer.finish()
         write_json(partial / CONFIG, known)
         if origin is not None:
             copy_tokenizer(origin, partial)
-        end_with(partial, _recorded_ends(recorded) if ends is None else ends)
+        end_with(partial, _tokens(recorded.get("eos_token_id")) if ends is None else ends)
     return sorted(target.iterdir())
 
 
@@ -115,7 +113,7 @@ def write_part(writer: Writer, places: Places, starts: Sequence[int], part: np.n
     """Writes a part of our array, which begins at `starts`, to the tensors that have it."""
     stacks = len(next(iter(places)))
     for index in np.ndindex(part.shape[:stacks]):
-        at = tuple(a + i for a, i in zip(starts, index, strict=False))
+        at = tuple(map(operator.add, starts, index))
         box, turned = places[at].turn.put(starts[stacks:], part[index])
         writer.write(places[at].name, box, turned)
 
@@ -162,20 +160,17 @@ def end_with(folder: pathlib.Path, ends: Sequence[int]) -> None:
 def ends_of(folder: pathlib.Path) -> list[int]:
     """Returns the tokens at which generation with a model's folder stops."""
     known, generation = folder_config.read(folder), _generation(folder)
-    ends = generation.get("eos_token_id", known.get("eos_token_id"))
+    return _tokens(generation.get("eos_token_id", known.get("eos_token_id")))
+
+
+def _tokens(ends: object) -> list[int]:
+    """Returns the tokens of an `eos_token_id`, which is a token, a list of them, or missing."""
     return [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
 
 
 def _generation(folder: pathlib.Path) -> dict[str, Any]:
     path = folder / GENERATION
     return folder_config.read_json(path) if path.exists() else {}
-
-
-def _recorded_ends(recorded: Mapping[str, object]) -> list[int]:
-    """Returns the end tokens that a run recorded with its checkpoint."""
-    ends = recorded.get("eos_token_id")
-    ends = ends if isinstance(ends, list) else []
-    return [end for end in ends if isinstance(end, int) and end >= 0]
 
 
 def check_free(out: pathlib.Path) -> None:
@@ -209,18 +204,13 @@ def _parameters(held: Mapping[str, StoredArray], prefix: str | None) -> dict[str
     if prefix is None:
         ends = ((name, end) for name in held for end in _EMBEDDINGS)
         prefixes = [name.removesuffix(end) for name, end in ends if f"/{name}".endswith(f"/{end}")]
-        if not prefixes:
+        prefix = next((known for known in PREFIXES if known in prefixes), None)
+        if prefix is None:
             raise ValueError(
-                f"it has no parameters of models/: {' and '.join(_EMBEDDINGS)} are missing, and no "
-                "other models can be exported"
+                f"it has no parameters of models/ ({' or '.join(_EMBEDDINGS)}) under the usual "
+                "paths, and other models can't be exported. For another path give "
+                f"--prefix {few(prefixes, ' or --prefix ') or 'PREFIX'}"
             )
-        usual = [known for known in PREFIXES if known in prefixes]
-        if not usual:
-            raise ValueError(
-                "it has no parameters of models/ under the usual paths. If those under "
-                f"{prefixes[0]} are, give --prefix {prefixes[0]}"
-            )
-        prefix = usual[0]
     arrays = {name[len(prefix) :]: held[name] for name in held if name.startswith(prefix)}
     if not arrays:
         raise ValueError(
@@ -233,6 +223,7 @@ def _config(
     recorded: Mapping[str, object], arrays: Mapping[str, StoredArray], heads: object
 ) -> hf.Config:
     """Returns the config of shapes and heads, or that which a run recorded with its checkpoint."""
+    heads = recorded.get("heads") if heads is None else heads
     hf_config, model = recorded.get("hf_config"), recorded.get("model")
     preset = families.PRESETS.get(model) if isinstance(model, str) else None
     is_gpt = _EMBEDDINGS[0] in arrays

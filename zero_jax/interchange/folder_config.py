@@ -3,7 +3,7 @@
 import json
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from zero_jax.models import hf
@@ -45,13 +45,10 @@ def read(folder: Path) -> dict[str, Any]:
     """
     path = pathlib.Path(folder) / CONFIG
     if not os.path.lexists(path):
-        instead = ""
-        if (path.parent / ADAPTER_CONFIG).exists():
-            instead = (
-                ". The folder holds adapters: give the folder of their base model, and this one as "
-                "`adapter` (train.py: --lora-init-from)"
-            )
-        raise ValueError(f"{path} is missing: transformers models have one{instead}")
+        raise ValueError(
+            f"{path} is missing: transformers models have one. For adapters give the folder of "
+            "their base model, and this one as `adapter` (train.py: --lora-init-from)"
+        )
     return read_json(path)
 
 
@@ -97,15 +94,8 @@ def _check_not_quantised(known: Mapping[str, object]) -> None:
     inner = text if isinstance(text, Mapping) else {}
     for name in _QUANTISED:
         if given := known.get(name) or inner.get(name):
-            kind = given.get("quant_method") if isinstance(given, Mapping) else given
             raise ValueError(
-                f"`{name}` declares quantised weights ({kind!r}), and only fp32, bf16 and fp16 are "
-                "supported: use the original folder (LoRA quantises its base model itself, "
-                "`base`=nf4)"
+                f"`{name}` declares quantised weights, and only fp32, bf16 and fp16 are supported: "
+                "use the original folder (LoRA quantises its base model itself, `base`=nf4). It is "
+                f"{given!r}"
             )
-
-
-def few(items: Sequence[str], separator: str = "; ") -> str:
-    """Joins the first five items, and counts the others."""
-    more = f" and {len(items) - 5} more" if len(items) > 5 else ""
-    return separator.join(items[:5]) + more

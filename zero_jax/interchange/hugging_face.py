@@ -5,7 +5,9 @@ Each process reads the shards of its devices, one leaf at a time, and quantises 
 quantised in `like` (`adapters.quantised`). The tables of models/ (hf.py) map tensors to parameters.
 """
 
+import dataclasses
 import functools
+import operator
 import os
 import pathlib
 from collections.abc import Callable
@@ -14,19 +16,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.adapters.quantised import named
+from zero_jax.adapters.quantised import BLOCK, Quantised, named, quantise
 from zero_jax.checkpoint.leaves import NamedLeaf, Read, leaves, unflatten
 from zero_jax.interchange import folder_config
 from zero_jax.interchange.exporter import differences
 from zero_jax.interchange.exporter import export as export
-from zero_jax.interchange.folder_config import ADAPTER_CONFIG, Path, few
+from zero_jax.interchange.folder_config import ADAPTER_CONFIG, Path
 from zero_jax.interchange.folder_config import config as config
-from zero_jax.interchange.packed import Packed
 from zero_jax.interchange.safetensor_files import DTYPES, INDEX, ONE, Files, model_files
 from zero_jax.models import hf
+from zero_jax.names import few
 from zero_jax.sharding.paths import PyTree
 
-_AT_ONCE = 1 << 24  # elements of two tensors that are compared
+_ROWS = 1024  # of two tensors that are compared at once
+Bounds = tuple[int, ...]
 
 
 class Tensors:
@@ -69,9 +72,8 @@ class Tensors:
         head, embedding = self._tied
         is_equal = self.files.kinds[head] == self.files.kinds[embedding]
         rows, width = self.files.kinds[embedding][0]
-        at_once = max(1, _AT_ONCE // width)
-        for start in range(0, rows if is_equal else 0, at_once):
-            box = (start, 0), (min(start + at_once, rows), width)
+        for start in range(0, rows if is_equal else 0, _ROWS):
+            box = (start, 0), (min(start + _ROWS, rows), width)
             a, b = (self.files.read(name, *box) for name in self._tied)
             is_equal = is_equal and np.array_equal(a, b)
         if not is_equal:
@@ -90,22 +92,63 @@ class Tensors:
                 )
         stacks = len(next(iter(places)))
 
-        def tensor(
-            at: tuple[int, ...], starts: tuple[int, ...], stops: tuple[int, ...]
-        ) -> np.ndarray:
-            read = functools.partial(self.files.read, self._names[places[at].name])
-            return places[at].turn.part(read, starts, stops)
-
-        def read(starts: tuple[int, ...], stops: tuple[int, ...]) -> np.ndarray:
-            if not stacks:
-                return tensor((), starts, stops).astype(dtype, copy=False)
+        def read(starts: Bounds, stops: Bounds) -> np.ndarray:
             out = np.empty([b - a for a, b in zip(starts, stops, strict=True)], dtype)
-            for index in np.ndindex(out.shape[:stacks]):
-                at = tuple(a + i for a, i in zip(starts, index, strict=False))
-                out[index] = tensor(at, starts[stacks:], stops[stacks:])
+            for index in np.ndindex(out.shape[:stacks]) if out.size else ():
+                place = places[tuple(map(operator.add, starts, index))]
+                tensor = functools.partial(self.files.read, self._names[place.name])
+                out[index] = place.turn.part(tensor, starts[stacks:], stops[stacks:])
             return out
 
         return read
+
+
+def packed_part(
+    quantised: Callable[[Bounds, Bounds], Quantised],
+    leaf: Quantised,
+    name: str,
+    starts: Bounds,
+    stops: Bounds,
+) -> np.ndarray:
+    """Returns a part of the codes or scales of a quantised leaf.
+
+    Blocks follow logical indices, so rows are extended to whole blocks.
+
+    Args:
+      quantised: Returns a part of the leaf.
+      leaf: The leaf, or its shapes.
+      name: "codes" or "scales".
+      starts, stops: Bounds of the part, in rows of these.
+
+    >>> matrix = np.linspace(-1, 1, 256, dtype=np.float32).reshape(128, 2)
+    >>> like = quantise(matrix, "nf4", -2)
+    >>> part = lambda a, b: quantise(matrix[a[0] : b[0], a[1] : b[1]], "nf4", -2)
+    >>> codes = packed_part(part, like, "codes", (40, 1), (64, 2))
+    >>> bool((codes == like.codes[40:64, 1:]).all())
+    True
+    """
+    at = leaf.dim % len(starts)
+    each = getattr(leaf, name).shape[at] // max(1, leaf.scales.shape[at])  # rows of a block
+    first, last = starts[at] // each, -(-stops[at] // each)
+    begin, end = list(starts), list(stops)
+    begin[at] = first * BLOCK
+    end[at] = max(begin[at], min(last * BLOCK, leaf.rows))
+    skipped = first * each
+    box = (slice(None),) * at + (slice(starts[at] - skipped, stops[at] - skipped),)
+    array: np.ndarray = getattr(quantised(tuple(begin), tuple(end)), name)
+    return array[box]
+
+
+def _quantised(read: Read, leaf: Quantised, starts: Bounds, stops: Bounds) -> Quantised:
+    """Reads a stack one layer after the other: only one is in fp32 at a time."""
+    if leaf.dim == -len(starts) or starts[0] == stops[0]:
+        return quantise(read(starts, stops), leaf.kind, leaf.dim)
+    layers = [
+        quantise(read((at, *starts[1:]), (at + 1, *stops[1:])), leaf.kind, leaf.dim)
+        for at in range(starts[0], stops[0])
+    ]
+    codes, scales = (np.concatenate([getattr(x, n) for x in layers]) for n in ("codes", "scales"))
+    return dataclasses.replace(layers[0], codes=codes, scales=scales)
 
 
 def load(
@@ -152,14 +195,14 @@ def load(
         report(f"{folder}: reads {ONE}, as transformers does, and ignores {INDEX}")
 
     @functools.lru_cache(maxsize=1)  # codes and scales of a leaf follow each other
-    def packed(path: str) -> Packed:
-        reader = tensors.reader(path, np.dtype("float32"), rounded=rounded)
-        return Packed(reader, nodes[path])
+    def quantised(path: str) -> Callable[[Bounds, Bounds], Quantised]:
+        read = tensors.reader(path, np.dtype("float32"), rounded=rounded)
+        return functools.cache(functools.partial(_quantised, read, nodes[path]))
 
     def reader(leaf: NamedLeaf) -> Read:
         path, _, part = leaf.name.rpartition("/")
         if path in nodes:
-            return packed(path).part(part)
+            return functools.partial(packed_part, quantised(path), nodes[path], part)
         return tensors.reader(leaf.name, jnp.dtype(leaf.array.stored), rounded=rounded)
 
     return unflatten(like, [leaf.build(reader(leaf)) for leaf in leaves(like)])
@@ -198,9 +241,8 @@ def opened(folder: pathlib.Path) -> Tensors:
             "(train.py: --lora-init-from)"
         )
     files = Files(paths)
-    if model.layers > len(files.kinds):  # before a table of its tensors is made
-        problems = [f"{model.layers} layers, and its files have {len(files.kinds)} tensors"]
-    else:
+    problems = [f"{model.layers} layers, and its files have {len(files.kinds)} tensors"]
+    if model.layers <= len(files.kinds):  # else no table of its tensors is made
         tensors = Tensors(folder, files, hf.layout(model))
         if not tensors.problems:
             return tensors

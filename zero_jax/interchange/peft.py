@@ -14,6 +14,7 @@ import pathlib
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -27,11 +28,12 @@ from zero_jax.interchange.exporter import (
     end_with,
     write_part,
 )
-from zero_jax.interchange.folder_config import ADAPTER_CONFIG, CONFIG, Path, few, write_json
+from zero_jax.interchange.folder_config import ADAPTER_CONFIG, CONFIG, Path, write_json
 from zero_jax.interchange.hugging_face import Tensors, opened
 from zero_jax.interchange.safetensor_files import Files, Writer
 from zero_jax.models import gpt, hf
 from zero_jax.models.hf_places import TRANSPOSED, Place, Transposed
+from zero_jax.names import few
 
 _STEM = "adapter_model"
 _PREFIX, _WEIGHT = "base_model.model.", ".weight"
@@ -99,26 +101,23 @@ def adapter_config(folder: Path) -> Lora:
       ValueError: The config is missing, or the adapters are of an unsupported kind.
     """
     path = pathlib.Path(folder) / ADAPTER_CONFIG
-    try:
-        known = folder_config.read_json(path)
-        kind, rank = known["peft_type"], known["r"]
-        alpha = float(known.get("lora_alpha", rank))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is not the config of an adapter: {error!r}. Give a folder of PEFT adapters"
-        ) from error
+    known = folder_config.read_json(path)
+    rank: Any = known.get("r")
+    alpha: Any = known.get("lora_alpha", rank)
     is_unsupported = {
-        "peft_type": kind != "LORA",
+        "peft_type": known.get("peft_type") != "LORA",
+        "r": type(rank) is not int or rank < 1,
+        "lora_alpha": type(alpha) not in (int, float) or not math.isfinite(alpha),
         "bias": known.get("bias", "none") != "none",
         "init_lora_weights": known.get("init_lora_weights", True) not in _KEEPS_BASE,
         **{name: bool(known.get(name)) for name in _UNSUPPORTED},
-        "r": isinstance(rank, bool) or not isinstance(rank, int) or rank < 1,
-        "lora_alpha": not math.isfinite(alpha),
     }
     for name, here in is_unsupported.items():
         if here:
-            raise ValueError(f"{path}: {name} {known[name]!r} is unsupported")
-    return Lora(rank, alpha)
+            raise ValueError(
+                f"{path}: {name} {known.get(name)!r} is unsupported: give a folder of LoRA adapters"
+            )
+    return Lora(rank, float(alpha))
 
 
 def load_adapter(folder: Path, config: hf.Config) -> dict[str, dict[str, np.ndarray]]:

@@ -14,19 +14,19 @@ import json
 import math
 import os
 import pathlib
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.interchange.folder_config import check_regular, few, read_json, write_json
+from zero_jax.interchange.folder_config import check_regular, read_json, write_json
 from zero_jax.models.hf_places import Box
+from zero_jax.names import few
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_AT_ONCE = 1 << 20  # elements that are checked together
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 Kinds = Mapping[str, tuple[Sequence[int], str]]
 
 
@@ -107,7 +107,13 @@ def model_files(folder: pathlib.Path) -> list[pathlib.Path]:
     if os.path.lexists(folder / ONE):
         return [folder / ONE]
     if not os.path.lexists(index):
-        raise ValueError(f"{folder} has no {ONE} and no {INDEX}: {_instead(folder)}")
+        others = sorted(path.name for path in folder.iterdir() if path.suffix in _WEIGHTS)
+        raise ValueError(
+            f"{folder} has no {ONE} and no {INDEX}, but {few(others, ', ') or 'no weights'}. "
+            "Parts require the index. Pickle files (.bin) are unsupported: save the model as "
+            "safetensors with save_pretrained of transformers. For adapters give the folder of "
+            "their base model, and this one as `adapter` (train.py: --lora-init-from)"
+        )
     listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise ValueError(f"{index} is not an index of safetensors: save the model again")
@@ -120,23 +126,6 @@ def model_files(folder: pathlib.Path) -> list[pathlib.Path]:
             f"{index} names missing files, {few(lost, ', ')}: copy all files of the folder"
         )
     return [folder / file for file in files]
-
-
-def _instead(folder: pathlib.Path) -> str:
-    """Describes the files of a folder without readable weights, and the way out."""
-    names = sorted(path.name for path in folder.iterdir())
-    others = [name for name in names if name.endswith(".safetensors")]
-    if parts := [name for name in others if "-of-" in name]:
-        return f"its parts ({few(parts, ', ')}) require the index, so copy it too"
-    if "adapter_model.safetensors" in others:
-        return (
-            "adapter_model.safetensors holds adapters. Give the folder of their base model, and "
-            "this one as `adapter` (train.py: --lora-init-from)"
-        )
-    pickled = any(name.endswith((".bin", ".pt", ".pth")) for name in names)
-    named = f"{few(others, ', ')} has an unsupported name; " if others else ""
-    named += "pickle files (.bin) are unsupported; " if pickled else ""
-    return f"{named}save the model as safetensors with save_pretrained of transformers"
 
 
 class Files:
@@ -153,32 +142,35 @@ class Files:
     """
 
     def __init__(self, paths: Sequence[pathlib.Path]):
+        try:
+            import safetensors
+        except ImportError as error:
+            raise ValueError(
+                "reading such files requires safetensors: pip install safetensors, or "
+                "pip install 'zero_jax[train]'"
+            ) from error
         # The file of each tensor: its path, and the open file of safetensors.
         self._files: dict[str, tuple[pathlib.Path, Any]] = {}
         self.kinds: dict[str, tuple[tuple[int, ...], str]] = {}
-        for path in paths:
-            self._open(path)
-
-    def _open(self, path: pathlib.Path) -> None:
-        check_regular(path)
-        library = _safetensors()
-        try:
-            file = library.safe_open(path, framework="numpy")
-        except (library.SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is damaged: {error}") from error
         ours = {theirs: name for name, theirs in DTYPES.items()}
-        for name in file.keys():  # noqa: SIM118 - it is no dict
-            if not name.isprintable():
-                raise ValueError(f"{path} is damaged: it has a tensor named {name!r}")
-            if name in self._files:
-                raise ValueError(
-                    f"{name} is in two files of {path.parent}, {self._files[name][0].name} and "
-                    f"{path.name}: remove one"
-                )
-            part = file.get_slice(name)
-            dtype = part.get_dtype()
-            self.kinds[name] = tuple(part.get_shape()), ours.get(dtype, dtype)
-            self._files[name] = path, file
+        for path in paths:
+            check_regular(path)
+            try:
+                file = safetensors.safe_open(path, framework="numpy")
+            except (safetensors.SafetensorError, OSError) as error:
+                raise ValueError(f"{path} is damaged: {error}") from error
+            for name in file.keys():  # noqa: SIM118 - it is no dict
+                if not name.isprintable():
+                    raise ValueError(f"{path} is damaged: it has a tensor named {name!r}")
+                if name in self._files:
+                    raise ValueError(
+                        f"{name} is in two files of {path.parent}, {self._files[name][0].name} and "
+                        f"{path.name}: remove one"
+                    )
+                part = file.get_slice(name)
+                dtype = part.get_dtype()
+                self.kinds[name] = tuple(part.get_shape()), ours.get(dtype, dtype)
+                self._files[name] = path, file
 
     def read(self, name: str, starts: Sequence[int], stops: Sequence[int]) -> np.ndarray:
         """Returns the part of a tensor between starts and stops.
@@ -191,23 +183,9 @@ class Files:
             return np.zeros(shape, jnp.dtype(self.kinds[name][1]))
         path, file = self._files[name]
         part = np.asarray(file.get_slice(name)[tuple(map(slice, starts, stops))])
-        flat = part.reshape(-1)
-        for start in range(0, flat.size, _AT_ONCE):
-            if not np.isfinite(flat[start : start + _AT_ONCE]).all():
-                raise ValueError(
-                    f"{path}: {name} has NaN or infinite values: the run diverged, or the file is "
-                    "damaged. Use an earlier checkpoint"
-                )
+        if not np.isfinite(part).all():
+            raise ValueError(
+                f"{path}: {name} has NaN or infinite values: the run diverged, or the file is "
+                "damaged. Use an earlier checkpoint"
+            )
         return part
-
-
-def _safetensors() -> types.ModuleType:
-    """Imports the library; raises ValueError if it is not installed."""
-    try:
-        import safetensors
-    except ImportError as error:
-        raise ValueError(
-            "reading such files requires safetensors: pip install safetensors, or "
-            "pip install 'zero_jax[train]'"
-        ) from error
-    return safetensors
