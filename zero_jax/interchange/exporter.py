@@ -187,10 +187,8 @@ def atomic_folder(out: pathlib.Path) -> Iterator[pathlib.Path]:
     try:
         partial.mkdir()
     except FileExistsError as error:
-        raise ValueError(
-            f"{partial} exists: another export writes it, or was killed. Remove it in the latter "
-            "case"
-        ) from error
+        message = f"{partial} exists: another export writes it, or was killed and you can remove it"
+        raise ValueError(message) from error
     try:
         yield partial
         partial.rename(out)
@@ -261,8 +259,5 @@ def differences(
     """Returns sentences about shapes by name that are missing, unknown or differ."""
     said = [f"{n} {list(shape)} is missing" for n, shape in wanted.items() if n not in known]
     said += [f"{n} {list(s)} is not part of the model" for n, s in known.items() if n not in wanted]
-    return said + [
-        f"{name} is {list(known[name])}, not {list(shape)}"
-        for name, shape in wanted.items()
-        if name in known and known[name] != shape
-    ]
+    changed = (name for name, shape in wanted.items() if known.get(name, shape) != shape)
+    return said + [f"{n} is {list(known[n])}, not {list(wanted[n])}" for n in changed]

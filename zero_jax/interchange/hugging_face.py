@@ -28,7 +28,6 @@ from zero_jax.models import hf
 from zero_jax.names import few
 from zero_jax.sharding.paths import PyTree
 
-_ROWS = 1024  # of two tensors that are compared at once
 Bounds = tuple[int, ...]
 
 
@@ -57,27 +56,15 @@ class Tensors:
                 self.left_out.append(name)
             elif (other := self._names.setdefault(full, name)) != name:
                 self.problems.append(f"{name} and {other} are the same tensor: remove one")
-        self._tied: tuple[str, str] | None = None  # a saved head and the embedding that it repeats
+        self._copies: dict[str, str] = {}  # a saved head, by the embedding that it must equal
         if layout.tied is not None and layout.tied[0] in self._names:
             head = self._names.pop(layout.tied[0])
             embedding = self._names.setdefault(layout.tied[1], head)
-            self._tied = (head, embedding) if embedding != head else None
+            if files.kinds[head] != files.kinds[embedding]:
+                self.problems.append(f"{head} differs from {embedding}, but they are tied")
+            self._copies = {embedding: head} if embedding != head else {}
         known = {full: files.kinds[name][0] for full, name in self._names.items()}
         self.problems += differences({place.name: place.shape for place in layout.places}, known)
-
-    def check_tied(self) -> None:
-        """Raises ValueError if a saved head differs from the embedding to which it is tied."""
-        if self._tied is None:
-            return
-        head, embedding = self._tied
-        is_equal = self.files.kinds[head] == self.files.kinds[embedding]
-        rows, width = self.files.kinds[embedding][0]
-        for start in range(0, rows if is_equal else 0, _ROWS):
-            box = (start, 0), (min(start + _ROWS, rows), width)
-            a, b = (self.files.read(name, *box) for name in self._tied)
-            is_equal = is_equal and np.array_equal(a, b)
-        if not is_equal:
-            raise ValueError(f"{self._where}: {head} differs from {embedding}, but they are tied")
 
     def reader(self, path: str, dtype: np.dtype, *, rounded: bool) -> Read:
         """Returns a function that reads a part of our array in a dtype, perhaps a narrower one."""
@@ -96,8 +83,15 @@ class Tensors:
             out = np.empty([b - a for a, b in zip(starts, stops, strict=True)], dtype)
             for index in np.ndindex(out.shape[:stacks]) if out.size else ():
                 place = places[tuple(map(operator.add, starts, index))]
-                tensor = functools.partial(self.files.read, self._names[place.name])
-                out[index] = place.turn.part(tensor, starts[stacks:], stops[stacks:])
+                name = self._names[place.name]
+                tensor = functools.partial(self.files.read, name)
+                part = place.turn.part(tensor, starts[stacks:], stops[stacks:])
+                head = self._copies.get(name)  # of an embedding, which is stored alike
+                if head and not np.array_equal(self.files.read(head, starts, stops), part):
+                    raise ValueError(
+                        f"{self._where}: {head} differs from {name}, but they are tied"
+                    )
+                out[index] = part
             return out
 
         return read
@@ -187,7 +181,6 @@ def load(
             f"`like` is not the model in {folder}: {few(problems)}. Build it with models.gpt.GPT "
             f"or models.decoder.Decoder from zero_jax.interchange.config({str(folder)!r})"
         )
-    tensors.check_tied()
     report = report or (print if jax.process_index() == 0 else lambda _: None)
     if left_out := tensors.left_out:
         report(f"{folder}: {len(left_out)} tensors are not of the text model: {few(left_out)}")
@@ -231,14 +224,13 @@ def opened(folder: pathlib.Path) -> Tensors:
     explicit = known.get("transformers_weights")
     if explicit not in (None, ONE if paths == [folder / ONE] else INDEX):
         raise ValueError(
-            f"{folder}: `transformers_weights` in config.json names {explicit!r}, and only {ONE} "
-            f"or {INDEX} are supported: rename the file, and remove the key"
+            f"{folder}: `transformers_weights`={explicit!r} in config.json is unsupported: rename "
+            f"the file to {ONE}, and remove the key"
         )
     if os.path.lexists(folder / ADAPTER_CONFIG):
         raise ValueError(
-            f"{folder}: `{ADAPTER_CONFIG}` would make transformers add adapters to the model, "
-            "which is unsupported. Move it to another folder, and give that as `adapter` "
-            "(train.py: --lora-init-from)"
+            f"{folder}: with `{ADAPTER_CONFIG}` transformers would add adapters to the model. Move "
+            "it to another folder, and give that as `adapter` (train.py: --lora-init-from)"
         )
     files = Files(paths)
     problems = [f"{model.layers} layers, and its files have {len(files.kinds)} tensors"]
