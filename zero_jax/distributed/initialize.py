@@ -1,7 +1,6 @@
 """Start-up of a process: variables of SLURM and Open MPI, joining the other processes, its GPUs."""
 
 import os
-import pathlib
 import re
 
 import jax
@@ -75,10 +74,6 @@ def initialize(
             f"{', '.join(f'`{name}`' for name in _TLS_FILES)}: mutual TLS needs jax 0.12 or later, "
             f"and this is {jax.__version__}. Install jax 0.12 (Python 3.12), or unset the variables"
         )
-    for name in map(str.lower, _TLS_FILES):  # JAX names missing files, and aborts with others
-        path = pathlib.Path(jax.config.values.get(name) or os.devnull)
-        if path.is_file() and b"-----BEGIN " not in path.read_bytes():
-            raise ValueError(f"`{name}`={str(path)!r} is not a PEM file: give a certificate or key")
     gpus, settings = local_gpus(), jax_settings()
     peers.update(rendezvous((host, port), process_id, num_processes, wait_seconds, settings))
     try:
@@ -150,8 +145,7 @@ def local_gpus() -> list[int] | None:
 def _read(name: str) -> int:
     least = 0 if name.endswith(("ID", "RANK")) else 1
     text = os.environ.get(name, str(least))
-    is_integer = text.isascii() and text.isdecimal() and len(text) <= 10
-    if not is_integer or int(text) < least:
+    if not re.fullmatch("[0-9]{1,10}", text) or int(text) < least:
         raise ValueError(
             f"the environment variable {name}={text!r} must be an integer of at least {least}: "
             "unset it to start without a launcher"

@@ -14,22 +14,19 @@ def locked(directory: pathlib.Path, what: str = "checkpoints") -> int:
     Raises ValueError, with a message about writing `what` there, if another process holds the lock,
     or the directory can't be written or locked.
     """
+    lock = None
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = os.open(directory / NAME, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise ValueError(f"{directory} can't be written for {what}: {error.strerror}") from error
-    try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        holder = os.read(lock, 200).decode("utf-8", "replace").strip()
-        os.close(lock)
-        problem = (
-            f"another run writes {what} to {directory} ({holder}): end it"
-            if isinstance(error, (BlockingIOError, PermissionError))
-            else f"{directory} can't be locked for {what}: {error.strerror}. Mount its file system "
-            "with locks (Lustre: -o flock)"
-        )
+        problem = f"{directory} can't be written or locked for {what}: {error.strerror}. Mount its "
+        problem += "file system with locks (Lustre: -o flock)"
+        if lock is not None:
+            if isinstance(error, (BlockingIOError, PermissionError)):
+                holder = os.read(lock, 200).decode("utf-8", "replace").strip()
+                problem = f"another run writes {what} to {directory} ({holder}): end it"
+            os.close(lock)
         raise ValueError(f"{problem}, or use another directory") from error
     os.ftruncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -73,7 +74,7 @@ def parse_address(coordinator: str) -> Address:
     (('10.0.0.1', 7878), ('::1', 7878))
     """
     host, _, port = coordinator.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         raise ValueError(
             f"coordinator={coordinator!r}: it must be host:port of process 0, with a port from 1 "
             "to 65535, for example 10.0.0.1:7878"
