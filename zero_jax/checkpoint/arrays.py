@@ -39,6 +39,12 @@ class Damaged(ValueError):
     """A file of a checkpoint differs from the one that was written."""
 
 
+def check_regular(path: Path) -> None:
+    """Raises Damaged if there is no regular file: opening a pipe would wait for its other end."""
+    if not path.is_file():
+        raise Damaged(f"{path} is missing or no regular file ({path.resolve()}): copy all files")
+
+
 def chunk_shape(shape: Sequence[int], shard: Sequence[int], itemsize: int) -> Index:
     """Returns the shape of a chunk: a shard, or an even part of it of about CHUNK_BYTES.
 
@@ -185,8 +191,7 @@ class StoredArray:
             "fill_missing_data_reads": False,
             "store_data_equal_to_fill_value": True,
         }
-        known = not create
-        return ts.open(spec, create=create, open=known, assume_metadata=known).result()
+        return ts.open(spec, create=create, open=not create, assume_metadata=not create).result()
 
 
 def _message(error: ValueError) -> str:

@@ -73,7 +73,7 @@ class Restored:
         return f"step {self.step}: restored {len(self.restored)} arrays; {'; '.join(lists)}"
 
 
-class Checkpoints:
+class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     """The checkpoints of a run, in one directory.
 
     Args:
@@ -129,9 +129,6 @@ class Checkpoints:
             self.directory, options=options, item_handlers={ITEM: OrbaxHandler()}
         )
         self._at_close.callback(self._manager.close)
-
-    def __enter__(self) -> "Checkpoints":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -14,8 +14,8 @@ import uuid
 from collections.abc import Callable
 from typing import NamedTuple
 
-from zero_jax.checkpoint.arrays import Damaged
-from zero_jax.checkpoint.manifest import ITEM, SEAL, Manifest, check_seal, regular_bytes
+from zero_jax.checkpoint.arrays import Damaged, check_regular
+from zero_jax.checkpoint.manifest import ITEM, SEAL, Manifest, check_seal
 
 DISCARDED, AFTER = ".discarded", "after-"
 _ORBAX_METADATA = "_CHECKPOINT_METADATA"
@@ -77,7 +77,8 @@ def summary(folder: pathlib.Path, *, read: bool = False) -> Summary:
             problems.append(f"{name}: {error}")
     nbytes = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        metadata = json.loads(regular_bytes(folder / _ORBAX_METADATA))
+        check_regular(folder / _ORBAX_METADATA)
+        metadata = json.loads((folder / _ORBAX_METADATA).read_bytes())
         seconds = float(metadata["commit_timestamp_nsecs"]) / 1e9
     return Summary(nbytes, seconds, manifest, (folder / SEAL).exists(), problems)
 

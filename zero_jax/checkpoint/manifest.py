@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from zero_jax.checkpoint.arrays import Damaged, StoredArray
+from zero_jax.checkpoint.arrays import Damaged, StoredArray, check_regular
 
 FORMAT = 1
 ITEM = "state"  # the folder of the manifest and the arrays in that of a step
@@ -57,12 +57,10 @@ class Manifest:
         Raises ValueError if there is none, or a later version of zero_jax wrote it.
         """
         path = folder / MANIFEST
-        try:
-            data = regular_bytes(path)
-        except FileNotFoundError as error:
-            raise ValueError(
-                f"{folder} is no zero_jax checkpoint: {MANIFEST} is missing"
-            ) from error
+        if not path.exists():
+            raise ValueError(f"{folder} is no zero_jax checkpoint: {MANIFEST} is missing")
+        check_regular(path)
+        data = path.read_bytes()
         text, _, digest = data.decode("utf-8", "replace").rstrip("\n").rpartition("\n")
         if digest != _sha256(text.encode()) or not data.endswith(b"\n"):
             raise Damaged(f"{path} is damaged: its checksum does not match")
@@ -95,8 +93,9 @@ def check_seal(folder: pathlib.Path) -> None:
     """Raises Damaged if a file of a checkpoint differs from its seal; it may have none."""
     if not (folder / SEAL).exists():
         return
+    check_regular(folder / SEAL)
     try:
-        sealed = dict(json.loads(regular_bytes(folder / SEAL)))
+        sealed = dict(json.loads((folder / SEAL).read_bytes()))
         actual = _metadata_sums(folder)
     except (ValueError, TypeError, OSError, RecursionError) as error:
         raise Damaged(f"{folder / SEAL} is damaged: {error}") from error
@@ -110,13 +109,6 @@ def _metadata_sums(folder: pathlib.Path) -> dict[str, str]:
     files = [p.relative_to(folder) for p in folder.rglob("*") if p.is_file() and p.name != SEAL]
     files = [p for p in files if p.parts[1:2] != ("arrays",) or p.parts[3:4] != ("c",)]
     return {str(path): _sha256((folder / path).read_bytes()) for path in files}
-
-
-def regular_bytes(path: pathlib.Path) -> bytes:
-    """Returns the bytes of a file; raises Damaged for a pipe, whose writer it would wait for."""
-    if path.exists() and not path.is_file():
-        raise Damaged(f"{path} is not a regular file")
-    return path.read_bytes()
 
 
 def _sha256(data: bytes) -> str:

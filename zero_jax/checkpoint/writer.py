@@ -49,9 +49,7 @@ class OrbaxHandler(ocp.AsyncCheckpointHandler):
             barrier = f"zero_jax.{work.__name__}.{number}"
             get_barrier_sync_fn()(key=barrier, timeout_ms=_BARRIER_TIMEOUT_MS)
         if failure is None and not (folder / MANIFEST).exists():
-            failure = OSError(
-                f"another process could not write to {folder}: see the error it prints"
-            )
+            failure = OSError(f"another process can't write to {folder}: see the error it prints")
         if failure is not None:
             raise failure
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from zero_jax.distributed.agreement import difference
+from zero_jax.names import few
 
 T = TypeVar("T")
 Address = tuple[str, int]
@@ -163,10 +164,9 @@ def _gather(
     peers, fault = _compare(settings, accepted)
     missing = [str(rank) for rank in range(1, count) if rank not in peers]
     if missing and fault is None:
-        names = ", ".join(missing[:20]) + ", ..." * (len(missing) > 20)
         fault = JoinError(
-            f"ranks {names} of {count} did not join within {wait_seconds:g} s: check why they did "
-            "not start, or use a longer timeout"
+            f"ranks {few(missing, ', ')} of {count} did not join within {wait_seconds:g} s: check "
+            "why they did not start, or use a longer timeout"
         )
     differs = isinstance(fault, ValueError)
     for peer in accepted:

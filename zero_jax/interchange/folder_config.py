@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from zero_jax.checkpoint.arrays import check_regular
 from zero_jax.models import hf
 
 Path = str | os.PathLike[str]
@@ -74,19 +75,6 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 def write_json(path: pathlib.Path, value: Mapping[str, object]) -> None:
     """Writes a JSON file as transformers does."""
     path.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def check_regular(path: pathlib.Path) -> None:
-    """Checks that there is a file at `path`; opening a pipe would wait for its other end.
-
-    Raises:
-      ValueError: It is missing, or no regular file.
-    """
-    if not path.exists():
-        link = f", which links to {os.readlink(path)}," if path.is_symlink() else ""
-        raise ValueError(f"{path}{link} is missing: copy all files of the folder")
-    if not path.is_file():
-        raise ValueError(f"{path} is not a regular file")
 
 
 def _check_not_quantised(known: Mapping[str, object]) -> None:

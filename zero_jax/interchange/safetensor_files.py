@@ -20,7 +20,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.interchange.folder_config import check_regular, read_json, write_json
+from zero_jax.checkpoint.arrays import check_regular
+from zero_jax.interchange.folder_config import read_json, write_json
 from zero_jax.models.hf_places import Box
 from zero_jax.names import few
 
