@@ -13,7 +13,7 @@ from training.run_folder import CHECKPOINTS
 from training.trainer import PyTree, RunPlan, Trainer
 from zero_jax import interchange
 from zero_jax.interchange import peft
-from zero_jax.interchange.exporter import check_free, copy_tokenizer, ends_of
+from zero_jax.interchange.folder_config import check_free, copy_tokenizer, ends_of
 
 ADAPTER = "adapter"  # in the folder of the run
 

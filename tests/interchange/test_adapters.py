@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 import zero_jax
 from zero_jax import interchange
 from zero_jax.adapters.lora import Lora
-from zero_jax.interchange import exporter, peft
+from zero_jax.interchange import folder_config, peft
 from zero_jax.models import decoder, gpt, hf
 from zero_jax.plan.text_model import TextModel
 
@@ -85,7 +85,7 @@ def test_the_end_of_a_learned_turn_is_where_generation_stops(tmp_path, known):
     for file, before in zip(files, known[:2], strict=True):
         if before is not None:
             file.write_text(json.dumps(before))
-    exporter.end_with(tmp_path, [7])
+    folder_config.end_with(tmp_path, [7])
     after = (json.loads(file.read_text()) if file.exists() else None for file in files)
     assert (*after,) == known[2:]
 

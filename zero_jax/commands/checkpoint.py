@@ -18,7 +18,7 @@ from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.checkpoint.manifest import SEAL
 from zero_jax.commands import command_line
 from zero_jax.interchange import folder_config, hugging_face
-from zero_jax.interchange.exporter import MAX_FILE_BYTES
+from zero_jax.interchange.safetensor_files import MAX_FILE_BYTES
 from zero_jax.models import families
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.zero import Zero

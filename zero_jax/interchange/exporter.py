@@ -6,36 +6,22 @@ parameters to tensors. Every exported bit is verified with the checksums of the 
 Host memory: one chunk, of about 64 MiB, whatever the size of the model and of the files.
 """
 
-import contextlib
 import math
-import operator
 import pathlib
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
-import numpy as np
+from collections.abc import Mapping, Sequence
 
 from zero_jax.checkpoint.arrays import StoredArray
 from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.checkpoint.manifest import ITEM, check_seal
 from zero_jax.interchange import folder_config
-from zero_jax.interchange.folder_config import CONFIG, Path, write_json
-from zero_jax.interchange.safetensor_files import DTYPES, Writer
+from zero_jax.interchange.folder_config import CONFIG, Path
+from zero_jax.interchange.safetensor_files import DTYPES, MAX_FILE_BYTES, Writer, write_part
 from zero_jax.models import families, hf, hf_gpt2
-from zero_jax.models.hf_places import Places
 from zero_jax.names import few
 
-MAX_FILE_BYTES = 2 * 10**9
 # Where parameters are in a checkpoint of (params, opt_state), of params and of {"params": ...}.
 PREFIXES = ("0/", "", "params/")
 _EMBEDDINGS = ("wte/embedding", "embed/embedding")
-GENERATION = "generation_config.json"
-# Files of a tokenizer in a folder of transformers.
-_TOKENIZER = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
-)
 
 
 def export(
@@ -75,7 +61,7 @@ def export(
     if not 1 <= max_file_bytes < math.inf:
         raise ValueError(f"`max_file_bytes`={max_file_bytes}: it must be finite and at least 1")
     target = pathlib.Path(out).absolute()
-    check_free(target)
+    folder_config.check_free(target)
     with Checkpoints(directory, read_only=True) as checkpoints:
         manifest = checkpoints.manifest(step)
         folder = checkpoints.directory / str(manifest.step) / ITEM
@@ -94,7 +80,7 @@ def export(
             known = theirs | dict.fromkeys(names, dtype)
     except ValueError as error:
         raise ValueError(f"{folder} can't be exported: {error}") from error
-    with atomic_folder(target) as partial:
+    with folder_config.atomic_folder(target) as partial:
         layout = hf.layout(config)
         kinds = {place.name: (place.shape, dtype) for place in layout.places}
         writer = Writer(partial, kinds, max_file_bytes)
@@ -102,99 +88,12 @@ def export(
             for starts, part in arrays[path].read_checked(folder):
                 write_part(writer, places, starts, part)
         writer.finish()
-        write_json(partial / CONFIG, known)
+        folder_config.write_json(partial / CONFIG, known)
         if origin is not None:
-            copy_tokenizer(origin, partial)
-        end_with(partial, _tokens(recorded.get("eos_token_id")) if ends is None else ends)
+            folder_config.copy_tokenizer(origin, partial)
+        ends = folder_config.tokens(recorded.get("eos_token_id")) if ends is None else ends
+        folder_config.end_with(partial, ends)
     return sorted(target.iterdir())
-
-
-def write_part(writer: Writer, places: Places, starts: Sequence[int], part: np.ndarray) -> None:
-    """Writes a part of our array, which begins at `starts`, to the tensors that have it."""
-    stacks = len(next(iter(places)))
-    for index in np.ndindex(part.shape[:stacks]):
-        at = tuple(map(operator.add, starts, index))
-        box, turned = places[at].turn.put(starts[stacks:], part[index])
-        writer.write(places[at].name, box, turned)
-
-
-def copy_tokenizer(origin: pathlib.Path, out: pathlib.Path, *, replace: bool = False) -> None:
-    """Copies the tokenizer, the chat template and generation_config.json of a folder.
-
-    Args:
-      origin: Folder to read.
-      out: Folder of a model.
-      replace: Removes the tokenizer of `out` first, and keeps its generation_config.json.
-    """
-    for name in _TOKENIZER if replace else (*_TOKENIZER, GENERATION):
-        if replace:
-            (out / name).unlink(missing_ok=True)
-        if (origin / name).is_file():
-            shutil.copyfile(origin / name, out / name)
-
-
-def end_with(folder: pathlib.Path, ends: Sequence[int]) -> None:
-    """Sets `eos_token_id`, at which generation stops, in config.json and generation_config.json.
-
-    config.json gets the first of the tokens, or the list if it has a list. generation_config.json
-    gets all, besides those that it had; it is created if more than one token ends a text. Other
-    tokens stay. Without `ends` nothing changes.
-
-    Args:
-      folder: Folder of a model.
-      ends: Tokens that end a text or a turn in the training data.
-    """
-    if not ends:
-        return
-    known, generation = folder_config.read(folder), _generation(folder)
-    every = [*dict.fromkeys([*ends, *ends_of(folder)])]
-    is_list = isinstance(known.get("eos_token_id"), list)
-    write_json(folder / CONFIG, known | {"eos_token_id": every if is_list else every[0]})
-    if generation or len(every) > 1:
-        names = ("bos_token_id", "pad_token_id")
-        others = {name: known[name] for name in names if known.get(name) is not None}
-        end = {"eos_token_id": every if len(every) > 1 else every[0]}
-        write_json(folder / GENERATION, others | generation | end)
-
-
-def ends_of(folder: pathlib.Path) -> list[int]:
-    """Returns the tokens at which generation with a model's folder stops."""
-    known, generation = folder_config.read(folder), _generation(folder)
-    return _tokens(generation.get("eos_token_id", known.get("eos_token_id")))
-
-
-def _tokens(ends: object) -> list[int]:
-    """Returns the tokens of an `eos_token_id`, which is a token, a list of them, or missing."""
-    return [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
-
-
-def _generation(folder: pathlib.Path) -> dict[str, Any]:
-    path = folder / GENERATION
-    return folder_config.read_json(path) if path.exists() else {}
-
-
-def check_free(out: pathlib.Path) -> None:
-    """Raises ValueError if a folder to create exists and is not empty."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not empty: use another folder")
-
-
-@contextlib.contextmanager
-def atomic_folder(out: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields a folder to fill, which then becomes `out`, or is removed after an error."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.partial")
-    try:
-        partial.mkdir()
-    except FileExistsError as error:
-        message = f"{partial} exists: another export writes it, or was killed and you can remove it"
-        raise ValueError(message) from error
-    try:
-        yield partial
-        partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _parameters(held: Mapping[str, StoredArray], prefix: str | None) -> dict[str, StoredArray]:

@@ -1,9 +1,11 @@
-"""The JSON files of a folder of transformers, such as config.json."""
+"""Folders of transformers: their JSON files, tokenizer and end tokens, and new folders."""
 
+import contextlib
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zero_jax.checkpoint.arrays import check_regular
@@ -11,6 +13,12 @@ from zero_jax.models import hf
 
 Path = str | os.PathLike[str]
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+GENERATION = "generation_config.json"
+# Files of a tokenizer in a folder of transformers.
+_TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
+)
 # The longest file that is parsed. The index of 100,000 tensors has 10 MB, and parsed JSON takes up
 # to 20 times its length in memory.
 _MOST_BYTES = 64 << 20
@@ -87,3 +95,82 @@ def _check_not_quantised(known: Mapping[str, object]) -> None:
                 "use the original folder (LoRA quantises its base model itself, `base`=nf4). It is "
                 f"{given!r}"
             )
+
+
+def copy_tokenizer(origin: pathlib.Path, out: pathlib.Path, *, replace: bool = False) -> None:
+    """Copies the tokenizer, the chat template and generation_config.json of a folder.
+
+    Args:
+      origin: Folder to read.
+      out: Folder of a model.
+      replace: Removes the tokenizer of `out` first, and keeps its generation_config.json.
+    """
+    for name in _TOKENIZER if replace else (*_TOKENIZER, GENERATION):
+        if replace:
+            (out / name).unlink(missing_ok=True)
+        if (origin / name).is_file():
+            shutil.copyfile(origin / name, out / name)
+
+
+def end_with(folder: pathlib.Path, ends: Sequence[int]) -> None:
+    """Sets `eos_token_id`, at which generation stops, in config.json and generation_config.json.
+
+    config.json gets the first of the tokens, or the list if it has a list. generation_config.json
+    gets all, besides those that it had; it is created if more than one token ends a text. Other
+    tokens stay. Without `ends` nothing changes.
+
+    Args:
+      folder: Folder of a model.
+      ends: Tokens that end a text or a turn in the training data.
+    """
+    if not ends:
+        return
+    known, generation = read(folder), _generation(folder)
+    every = [*dict.fromkeys([*ends, *ends_of(folder)])]
+    is_list = isinstance(known.get("eos_token_id"), list)
+    write_json(folder / CONFIG, known | {"eos_token_id": every if is_list else every[0]})
+    if generation or len(every) > 1:
+        names = ("bos_token_id", "pad_token_id")
+        others = {name: known[name] for name in names if known.get(name) is not None}
+        end = {"eos_token_id": every if len(every) > 1 else every[0]}
+        write_json(folder / GENERATION, others | generation | end)
+
+
+def ends_of(folder: pathlib.Path) -> list[int]:
+    """Returns the tokens at which generation with a model's folder stops."""
+    known, generation = read(folder), _generation(folder)
+    return tokens(generation.get("eos_token_id", known.get("eos_token_id")))
+
+
+def tokens(ends: object) -> list[int]:
+    """Returns the tokens of an `eos_token_id`, which is a token, a list of them, or missing."""
+    return [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
+
+
+def _generation(folder: pathlib.Path) -> dict[str, Any]:
+    path = folder / GENERATION
+    return read_json(path) if path.exists() else {}
+
+
+def check_free(out: pathlib.Path) -> None:
+    """Raises ValueError if a folder to create exists and is not empty."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out} exists and is not empty: use another folder")
+
+
+@contextlib.contextmanager
+def atomic_folder(out: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields a folder to fill, which then becomes `out`, or is removed after an error."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        partial.mkdir()
+    except FileExistsError as error:
+        message = f"{partial} exists: another export writes it, or was killed and you can remove it"
+        raise ValueError(message) from error
+    try:
+        yield partial
+        partial.rename(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise

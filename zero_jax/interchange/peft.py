@@ -20,17 +20,9 @@ import numpy as np
 
 from zero_jax.adapters.lora import Lora
 from zero_jax.interchange import folder_config
-from zero_jax.interchange.exporter import (
-    MAX_FILE_BYTES,
-    atomic_folder,
-    check_free,
-    copy_tokenizer,
-    end_with,
-    write_part,
-)
-from zero_jax.interchange.folder_config import ADAPTER_CONFIG, CONFIG, Path, write_json
+from zero_jax.interchange.folder_config import ADAPTER_CONFIG, CONFIG, Path
 from zero_jax.interchange.hugging_face import Tensors, opened
-from zero_jax.interchange.safetensor_files import Files, Writer
+from zero_jax.interchange.safetensor_files import MAX_FILE_BYTES, Files, Writer, write_part
 from zero_jax.models import gpt, hf
 from zero_jax.models.hf_places import TRANSPOSED, Place, Transposed
 from zero_jax.names import few
@@ -64,7 +56,7 @@ def save_adapter(
       ValueError: The folder is not empty, or a matrix does not exist in the transformers model.
     """
     out = pathlib.Path(folder).absolute()
-    check_free(out)
+    folder_config.check_free(out)
     by_path = _layout(config, lora.rank).by_path
     arrays = {f"{path}/{part}": x for path, own in adapters.items() for part, x in own.items()}
     for path in adapters:
@@ -84,13 +76,13 @@ def save_adapter(
         "fan_in_fan_out": isinstance(config, gpt.GPTConfig),
         "inference_mode": True,
     }
-    with atomic_folder(out) as partial:
+    with folder_config.atomic_folder(out) as partial:
         kinds = {place.name: (place.shape, "float32") for place in places}
         writer = Writer(partial, kinds, math.inf, _STEM)
         for path, array in arrays.items():
             write_part(writer, by_path[path], (0,) * array.ndim, np.asarray(array, np.float32))
         writer.finish()
-        write_json(partial / ADAPTER_CONFIG, known)
+        folder_config.write_json(partial / ADAPTER_CONFIG, known)
     return out
 
 
@@ -197,7 +189,7 @@ def merge(
       ValueError: See `load_adapter`.
     """
     target = pathlib.Path(out).absolute()
-    check_free(target)
+    folder_config.check_free(target)
     lora, config = adapter_config(adapter), folder_config.config(folder)
     if folder_config.read(folder).get("model_type") != hf.json_of(config, "float32")["model_type"]:
         raise ValueError(
@@ -209,7 +201,7 @@ def merge(
     files, full_name = tensors.files, tensors.layout.full_name
     by_name = {place.name: place for place in tensors.layout.places}
     full_names = {name: full for name in files.kinds if (full := full_name(name))}
-    with atomic_folder(target) as partial:
+    with folder_config.atomic_folder(target) as partial:
         writer = Writer(partial, {name: files.kinds[name] for name in full_names}, max_file_bytes)
         for name, full in full_names.items():
             shape = files.kinds[name][0]
@@ -220,8 +212,8 @@ def merge(
             writer.write(name, (), tensor)
         writer.finish()
         shutil.copyfile(pathlib.Path(folder) / CONFIG, partial / CONFIG)
-        copy_tokenizer(pathlib.Path(folder), partial)
-        end_with(partial, ends)
+        folder_config.copy_tokenizer(pathlib.Path(folder), partial)
+        folder_config.end_with(partial, ends)
     return sorted(target.iterdir())
 
 

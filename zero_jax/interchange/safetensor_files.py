@@ -12,6 +12,7 @@ The format: https://github.com/huggingface/safetensors.
 
 import json
 import math
+import operator
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -22,10 +23,11 @@ import numpy as np
 
 from zero_jax.checkpoint.arrays import check_regular
 from zero_jax.interchange.folder_config import read_json, write_json
-from zero_jax.models.hf_places import Box
+from zero_jax.models.hf_places import Box, Places
 from zero_jax.names import few
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_FILE_BYTES = 2 * 10**9
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 Kinds = Mapping[str, tuple[Sequence[int], str]]
@@ -94,6 +96,15 @@ class Writer:
         files = {name: path.name for name, (path, _) in self._places.items()}
         if len({*files.values()}) > 1:
             write_json(self._index, {"metadata": {"total_size": self._total}, "weight_map": files})
+
+
+def write_part(writer: Writer, places: Places, starts: Sequence[int], part: np.ndarray) -> None:
+    """Writes a part of our array, which begins at `starts`, to the tensors that have it."""
+    stacks = len(next(iter(places)))
+    for index in np.ndindex(part.shape[:stacks]):
+        at = tuple(map(operator.add, starts, index))
+        box, turned = places[at].turn.put(starts[stacks:], part[index])
+        writer.write(places[at].name, box, turned)
 
 
 def model_files(folder: pathlib.Path) -> list[pathlib.Path]:
