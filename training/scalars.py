@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 WANDB_ID = "wandb-id"  # file with the id of the W&B run, in the folder of a run
-WAITING = 1000  # maximum number of entries in the queue for W&B
+WAITING = 1000  # maximum number of entries in the queue for W&B; ten times as many for files
 INIT_SECONDS = 30.0  # timeout of W&B at the start
 FINISH_SECONDS = 60.0  # timeout of W&B at the end
 
@@ -27,11 +27,9 @@ Entry = tuple[int, Mapping[str, float]]  # a step and its values
 
 
 class ScalarWriter(abc.ABC):
-    """Writes named numbers of steps to `name`; at most `waiting` entries wait, 0 for no limit."""
+    """Writes named numbers of steps to `name`; at most `waiting` entries wait."""
 
-    errors: type[Exception]  # of writing
-
-    def __init__(self, name: str, waiting: int = 0):
+    def __init__(self, name: str, waiting: int):
         self._name, self._failed = name, False
         self._entries: queue.Queue[Entry | None] = queue.Queue(waiting)
         self._exit_code = 0  # of the run
@@ -47,7 +45,7 @@ class ScalarWriter(abc.ABC):
             try:
                 self._entries.put_nowait((step, values))
             except queue.Full:
-                self._give_up(f"{self._entries.maxsize} entries are not sent yet")
+                self._give_up(f"{self._entries.maxsize} entries are not written yet")
 
     def close(self, failed: bool) -> None:
         """Waits until all is written, up to a timeout; `failed` if the run had an error."""
@@ -57,12 +55,12 @@ class ScalarWriter(abc.ABC):
                 self._entries.put_nowait(None)
             self._thread.join(2 * FINISH_SECONDS)
             if self._thread.is_alive():
-                self._give_up("the queue is full")
+                self._give_up("it takes too long")
 
     def _run(self) -> None:
         try:
             self._write_all(iter(self._entries.get, None))
-        except self.errors as error:
+        except BaseException as error:  # of any type: without its reader the queue would grow
             self._give_up(error)
 
     def _give_up(self, error: object) -> None:
@@ -82,10 +80,8 @@ class TensorBoard(ScalarWriter):
     If the run is `resumed`, TensorBoard discards later steps of earlier files.
     """
 
-    errors = OSError  # a full disk, or a file in place of the folder
-
     def __init__(self, folder: Path, resumed: bool):
-        super().__init__(f"TensorBoard files in {folder}")
+        super().__init__(f"TensorBoard files in {folder}", 10 * WAITING)
         self._folder, self._resumed = folder, resumed
         self._thread.start()
 
@@ -131,8 +127,6 @@ def import_wandb(project: str) -> Any:
 class WeightsAndBiases(ScalarWriter):
     """Sends scalars to Weights & Biases; a resumed run continues its W&B run."""
 
-    errors = Exception  # wandb raises many types: no network, no API key, a full disk
-
     def __init__(self, project: str, folder: Path, config: Mapping[str, Any]):
         super().__init__(f"Weights & Biases from {folder}", WAITING)
         # After these timeouts W&B leaves the data in the folder. Users may set other values.
@@ -153,7 +147,7 @@ class WeightsAndBiases(ScalarWriter):
             )
             # A resumed run repeats steps; W&B's own step count must not decrease.
             self._wandb.define_metric("*", step_metric="step")
-        except self.errors as error:
+        except Exception as error:  # wandb raises many types: no network, no API key, a full disk
             self._give_up(error)
         else:
             self._thread.start()

@@ -137,7 +137,8 @@ def test_training_continues_when_scalars_fail_or_hang(tmp_path, wandb, capsys, m
         (tmp_path / "tensorboard").write_text("a file")
     write(log, [1])
     if wandb.trouble in ("write", "flush"):
-        failing = unittest.mock.Mock(side_effect=OSError(28, "No space left on device"))
+        errors = {"write": OSError(28, "No space left on device"), "flush": TypeError("bytes")}
+        failing = unittest.mock.Mock(side_effect=errors[wandb.trouble])
         monkeypatch.setattr(tensorboardX.record_writer.RecordWriter, wandb.trouble, failing)
     elif wandb.trouble == "clock":  # set back by a month
         monkeypatch.setattr(time, "time", lambda: month)
