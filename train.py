@@ -9,14 +9,8 @@ and ends with the held-out loss beside two marks from counts alone, and a sample
 import os
 import signal
 import sys
-from types import FrameType
 
-from training.orphans import end_with_supervisor
-
-
-def _end(_: int, __: FrameType | None) -> None:
-    os.write(2, b"stopped before the run began\n")
-    os._exit(130)
+from training.supervise import end_with_supervisor
 
 
 def _reserve_standard_streams() -> None:
@@ -27,7 +21,7 @@ def _reserve_standard_streams() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, _end)  # the imports take seconds
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback: the imports take seconds
     _reserve_standard_streams()
     end_with_supervisor()
     from training.main import entry

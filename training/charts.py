@@ -38,12 +38,12 @@ class Axis(NamedTuple):
     low: float
     high: float
     ticks: Sequence[float]
-    log: bool = False
+    scale: Callable[[float], float] = float  # or math.log
 
     def place(self, value: float) -> float:
         """Returns the position of a value, from 0 to 100."""
-        scale = math.log if self.log else float
-        return 100 * (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
+        low, high, at = map(self.scale, (self.low, self.high, value))
+        return 100 * (at - low) / (high - low)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +145,7 @@ def value_axis(values: Sequence[float], *, zero: bool = False, count: int = 4) -
     if not zero and low > 0 and high > 100 * low:
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
         ticks = [10.0**n for n in range(first, last + 1, -(-(last - first) // 6))]
-        return Axis(10.0**first, 10.0**last, ticks, log=True)
+        return Axis(10.0**first, 10.0**last, ticks, math.log)
     low = min(low, 0.0) if zero else low
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (0.0, 1.0)
@@ -193,26 +193,42 @@ def running_mean(points: Points) -> Points:
     return [(x, float(y)) for (x, _), y in zip(known, means, strict=True)]
 
 
+def each_and_mean(name: str, points: Points) -> list[Line]:
+    """Returns the lines of a noisy curve: each step, and the running mean."""
+    mean = Line(f"{name}mean", running_mean(points))
+    return [Line(f"{name}per step", points, kind="faint"), mean]
+
+
+def losses(run: RunFolder) -> Chart:
+    """Returns the chart of training and held-out losses."""
+    train = run.curve("loss")
+    begun = {event.get("step") for event in run.events if event.get("event") in ("states", "back")}
+    skipped = [line["step"] for line in run.steps if line.get("skipped")]
+    marks = {"skipped": skipped, "resumed": sorted(begun & {x for x, _ in train})}
+    held_out = Line("held out", run.curve("val_loss"), "b", "dots")
+    lines = [*each_and_mean("train, ", train), held_out]
+    text = "Training and held-out text"
+    return Chart(text, run.unit, lines, "{:.4g}".format, run.levels, marks, wide=True)
+
+
 def draw_losses(folder: Path) -> None:
     """Draws `loss.png` in the folder of a run: losses of training and of held-out text."""
-    run = RunFolder(folder)
-    train, held_out = finite(run.curve("loss")), finite(run.curve("val_loss"))
-    if not train and not held_out:
+    chart = losses(RunFolder(folder))
+    if not chart.values:
         return
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)  # without pyplot, which needs global state
-    axes, blue, gray = figure.add_subplot(), "#4477aa", "#555555"
-    if train:
-        mean = np.transpose(running_mean(train))
-        axes.plot(*np.transpose(train), color=blue, alpha=0.25, lw=0.8, label="train, per step")
-        axes.plot(*mean, color=blue, lw=1.8, label="train, running mean")
-    if held_out:
-        axes.plot(*np.transpose(held_out), "o-", color="#cc3311", lw=0.8, ms=5, label="held out")
-    for (name, level), dashes in zip(run.levels.items(), itertools.cycle(("--", ":"))):
+    axes, colors, gray = figure.add_subplot(), {"a": "#4477aa", "b": "#cc3311"}, "#555555"
+    looks = {"faint": {"alpha": 0.25, "lw": 0.8}, "line": {"lw": 1.8}}
+    for line in chart.lines:
+        if points := finite(line.points):
+            look = looks.get(line.kind, {"marker": "o", "lw": 0.8, "ms": 5})
+            axes.plot(*np.transpose(points), color=colors[line.color], label=line.name, **look)
+    for (name, level), dashes in zip(chart.levels.items(), itertools.cycle(("--", ":"))):
         axes.axhline(level, color=gray, linestyle=dashes, lw=1)
         right = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom"}
         axes.text(0.995, level, f"{name} {level:.2f}", color=gray, **right)
-    axes.set(xlabel="step (optimizer updates)", ylabel=f"loss ({run.unit})")
+    axes.set(xlabel="step (optimizer updates)", ylabel=f"loss ({chart.unit})")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.2)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,9 +1,7 @@
 """Settings of a training run: read from a command line, checked, and completed.
 
-None means that other settings, the data or the devices decide. `resolve` replaces it where that
-requires neither data nor devices. Only ranges are checked here: names and combinations are checked
-where they are used. Settings that `python -m zero_jax.plan` has too are in
-`zero_jax.commands.settings`.
+None means that other settings, the data or the devices decide. Settings that
+`python -m zero_jax.plan` has too are in `zero_jax.commands.settings`.
 """
 
 import dataclasses
@@ -13,18 +11,16 @@ from typing import Any, Literal
 import yaml  # type: ignore[import-untyped]
 
 from zero_jax.commands import command_line
-from zero_jax.commands.command_line import flag, setting
+from zero_jax.commands.command_line import setting
 from zero_jax.commands.settings import (
     DeviceSettings,
     LoraSettings,
     ModelSettings,
     ZeroSettings,
-    mesh_sizes,
     with_paper_config,
 )
 from zero_jax.engine.config import AUTO
 from zero_jax.models.optimizers import RATES
-from zero_jax.names import parse_bytes
 
 # Settings in which the processes of one run may differ.
 LOCAL = frozenset(("coordinator_address", "process_id", "output_dir", "debug"))
@@ -183,9 +179,6 @@ def parse(args: Sequence[str]) -> Config:
     given = command_line.parse(GROUPS, args, prog="train.py", description=about)
     config = Config(**with_paper_config(given))
     command_line.check_values(config)
-    mesh_sizes(config.mesh)
-    if config.memory_limit is not None:
-        parse_bytes(config.memory_limit, "--memory-limit")
     return config
 
 
@@ -210,26 +203,17 @@ def resolve(config: Config) -> Config:
     """
     if config.memory_limit is not None and config.stage != AUTO:
         raise ValueError(
-            f"--memory-limit {config.memory_limit} requires --stage auto, and --stage is "
-            f"{config.stage}: use --stage auto, or leave --memory-limit out"
+            f"--memory-limit {config.memory_limit} requires --stage auto: use it, or leave "
+            "--memory-limit out"
         )
     if config.profile and config.max_steps < LAST_TRACED:
         raise ValueError(
             f"--profile traces steps {FIRST_TRACED} to {LAST_TRACED}, which "
             f"--max-steps {config.max_steps} does not reach: use --max-steps {LAST_TRACED} or more"
         )
-    if "partitioned" in config.remat and "model" not in mesh_sizes(config.mesh):
-        name = "paper_config" if config.paper_config else "remat"
-        raise ValueError(
-            f"{flag(name)} {getattr(config, name)} shards saved activations over a model axis, and "
-            "the mesh has none: add one, for example with --mesh model=2"
-        )
     warmup = config.max_steps // 10 if config.warmup_steps is None else config.warmup_steps
     if warmup >= config.max_steps:
-        raise ValueError(
-            f"--warmup-steps {warmup} must be below --max-steps {config.max_steps}: use fewer "
-            "warmup steps"
-        )
+        raise ValueError(f"--warmup-steps {warmup} must be below --max-steps {config.max_steps}")
     lr = config.learning_rate
     if lr is None:  # lower for a model that is trained already
         part = 100 if config.lora_rank is None else 20

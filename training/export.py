@@ -23,19 +23,15 @@ def check(plan: RunPlan) -> None:
     config, lora = plan.config, plan.model.lora
     if config.lora_init_from is not None:
         asked = f"--lora-init-from {config.lora_init_from}"
-        if lora is None:
-            raise ValueError(f"{asked} requires --lora-rank: set it to the rank of these adapters")
-        if config.init_from is None:
+        if lora is None or config.init_from is None:
             raise ValueError(
-                f"{asked} requires the base model of the adapters: give --init-from DIR"
+                f"{asked} requires --lora-rank, the rank of these adapters, and --init-from, their "
+                "base model: give both"
             )
         given = peft.adapter_config(config.lora_init_from)
-        alpha = given.scale * given.rank
         if (given.rank, given.scale) != (lora.rank, lora.scale):
-            raise ValueError(
-                f"{asked} has rank {given.rank} and alpha {alpha:g}: give --lora-rank {given.rank} "
-                f"--lora-alpha {alpha:g}"
-            )
+            sizes = f"--lora-rank {given.rank} --lora-alpha {given.scale * given.rank:g}"
+            raise ValueError(f"{asked} has adapters of another rank or alpha: give {sizes}")
     if config.export_dir is None:
         return
     check_free(pathlib.Path(config.export_dir))
@@ -46,8 +42,8 @@ def check(plan: RunPlan) -> None:
         )
     if lora is not None and config.init_from is None:
         raise ValueError(
-            "--export-dir merges adapters into the model of --init-from, which is not given: "
-            "give --init-from DIR, or leave --export-dir out"
+            "--export-dir merges adapters into the model of --init-from: give it, or leave "
+            "--export-dir out"
         )
 
 
@@ -56,15 +52,14 @@ def write(trainer: Trainer, params: PyTree) -> None:
 
     Process 0 writes; every process calls it.
     """
-    config, model, ends = trainer.plan.config, trainer.model, trainer.plan.corpus.ends
-    folder, lora = trainer.out / ADAPTER, None
-    if model.lora is not None:
-        full = trainer.zero.unshard({"lora": params["lora"]})
-        lora = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), full["lora"])
+    config, model, corpus = trainer.plan.config, trainer.model, trainer.plan.corpus
+    folder, ends = trainer.out / ADAPTER, corpus.ends
+    full = trainer.zero.unshard({"lora": params["lora"]}) if model.lora is not None else {}
     if jax.process_index() != 0:
         return
     if model.lora is not None:
         shutil.rmtree(folder, ignore_errors=True)  # from an earlier start of this run
+        lora = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), full["lora"])
         peft.save_adapter(lora, model.lora, model.config, folder, config.init_from)
         say(f"LoRA adapters in PEFT format: {folder}")
         if config.init_from is not None:
@@ -75,20 +70,19 @@ def write(trainer: Trainer, params: PyTree) -> None:
                 say(
                     f"The adapters are trained to end at token {', '.join(map(str, ends))}, and "
                     f"`eos_token_id` of {config.init_from} is {former or 'not set'}: generate with "
-                    f"eos_token_id={[*dict.fromkeys([*ends, *former])]}, or use --export-dir DIR "
-                    "to write a model that has it"
+                    f"eos_token_id={[*dict.fromkeys([*ends, *former])]}, or use --export-dir"
                 )
     if config.export_dir is None:
         return
     out = pathlib.Path(config.export_dir)
-    if lora is not None:
+    if model.lora is not None:
         assert config.init_from is not None
         peft.merge(config.init_from, folder, out, ends=ends)
     else:
         interchange.export(trainer.out / CHECKPOINTS, out, like=config.init_from, ends=ends)
     if config.tokenizer is not None:
         copy_tokenizer(pathlib.Path(config.tokenizer), out, replace=True)
-    if trainer.plan.corpus.byte_level:
+    if corpus.byte_level:
         byte_tokenizer.write(out)
         known = json.loads((out / "config.json").read_text())
         end = {"eos_token_id": byte_tokenizer.END[0], "bos_token_id": None}

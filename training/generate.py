@@ -13,7 +13,6 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,6 @@ from zero_jax.models import families, generate
 from zero_jax.plan.text_model import TextModel
 from zero_jax.streams import lasting_streams
 
-PyTree = Any
 MAX_LENGTH = 10**6  # each token takes a pass over the context window
 
 
@@ -60,10 +58,8 @@ def answer(folder: Path, adapter: Path | None, question: str, length: int) -> st
     tokenizer.check_fits(config.vocab)
     if message := lack_of_room(4 * families.num_params(config), "answer"):
         raise ValueError(message)
-    lora = None
-    if adapter is not None:
-        lora = dataclasses.replace(peft.adapter_config(adapter), base="fp32")
-    model = TextModel(config, lora)
+    lora = None if adapter is None else peft.adapter_config(adapter)
+    model = TextModel(config, lora and dataclasses.replace(lora, base="fp32"))
     zero = zero_jax.Zero(zero_jax.make_mesh(devices=jax.devices()[:1]), stage=0)
     params = interchange.load(folder, zero.eval_shape(model.own))
     if adapter is not None and (adapted := model.adapted) is not None:

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 import jax
 
 import zero_jax
-from training.config import Config, flag, mesh_sizes, parse
+from training.config import Config, parse
 from training.memory import LESS_MEMORY, host_memory
-from training.preemption import FAILED, INTERRUPTED, NOT_JOINED, Stopped, without
+from training.preemption import Stopped
 from training.run import run
-from training.supervise import WRONG, supervise
-from zero_jax.commands.settings import DEVICES
+from training.supervise import FAILED, INTERRUPTED, NOT_JOINED, VARIABLE, WRONG, supervise
+from zero_jax.commands.command_line import flag
+from zero_jax.commands.settings import DEVICES, mesh_sizes
 from zero_jax.distributed.initialize import launched_processes
 from zero_jax.distributed.rendezvous import JoinError
 from zero_jax.distributed.watchdog import EXIT_CODE
@@ -40,16 +41,13 @@ def join(config: Config) -> None:
     # Without `data` in --mesh, that axis takes the remaining devices.
     known = config.devices is not None or "data" in mesh_sizes(config.mesh)
     if known and devices % count:
-        raise ValueError(
-            f"{devices} devices must be a multiple of {count} processes: use --devices "
-            f"{(devices // count + 1) * count}"
-        )
+        more = (devices // count + 1) * count
+        raise ValueError(f"{devices} devices in {count} processes: use --devices {more}")
     each = max(1, devices // count)
     if each > MAX_SIMULATED:
         asked = f"--devices {config.devices}" if config.devices else f"--mesh {config.mesh}"
         raise ValueError(
-            f"{asked} is {each} devices for each of {count} processes, and a process simulates "
-            f"at most {MAX_SIMULATED}: use fewer devices, or more processes"
+            f"{asked} is {each} devices for each of {count} processes: use at most {MAX_SIMULATED}"
         )
     # XLA pins at most 64 GiB of host memory by default.
     os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_memory() >> 30))
@@ -61,37 +59,34 @@ def join(config: Config) -> None:
     available = jax.device_count()
     if config.devices not in (None, available) and jax.default_backend() != "cpu":
         raise ValueError(
-            f"--devices {config.devices}: this run has {available} devices, and --devices "
-            "simulates CPU devices only. Leave it out, and choose GPUs by CUDA_VISIBLE_DEVICES"
+            f"--devices {config.devices} simulates CPU devices only, and this run has {available} "
+            "others: leave it out, and choose GPUs by CUDA_VISIBLE_DEVICES"
         )
 
 
-def print_error(*texts: object) -> None:
+def print_error(*texts: object, sep: str = " ") -> None:
     """Prints to stderr; on a full disk, only the exit code reports the error."""
     with contextlib.suppress(OSError):
-        print(*texts, file=sys.stderr, flush=True)
+        print(*texts, sep=sep, file=sys.stderr, flush=True)
 
 
 def supervised(config: Config, args: Sequence[str]) -> int:
-    """Starts this command again, in as many processes as `--supervise` says."""
+    """Starts this command again, in as many processes as `--supervise` says.
+
+    They have the same flags, and `VARIABLE` in their environment.
+    """
     assert config.supervise is not None
     for name in ("coordinator_address", "num_processes", "process_id"):
         if getattr(config, name) is not None:
             raise ValueError(
-                f"{flag(name)} {getattr(config, name)}: --supervise starts and numbers the "
-                "processes itself: leave one of them out"
+                f"{flag(name)} {getattr(config, name)}: --supervise numbers the processes itself: "
+                "leave one of them out"
             )
     launched = launched_processes()
     if config.supervise > 1 and launched > 1:
         raise ValueError(
-            f"--supervise {config.supervise} under a launcher would start {launched} runs "
-            "in one folder: leave --supervise out, the launcher starts the processes"
-        )
-    args = without(args, {"--supervise": 1})
-    if parse(args).supervise is not None:
-        raise ValueError(
-            f"--config sets supervise: {config.supervise}, which each of the processes "
-            "would read: write --supervise on the command line, and remove it from the file"
+            f"--supervise {config.supervise} in each of {launched} processes of a launcher: leave "
+            "--supervise out"
         )
     if config.output_dir is None:
         raise ValueError("--supervise requires --output-dir, the folder to resume in")
@@ -121,29 +116,29 @@ def main(args: Sequence[str] | None = None) -> int:
     """Runs with these arguments, by default those of the command line; returns the exit code."""
     args = list(sys.argv[1:] if args is None else args)
     config = Config()
+    is_supervised = os.environ.pop(VARIABLE, None) is not None
     try:
         config = parse(args)
-        if config.supervise is not None:
+        if config.supervise is not None and not is_supervised:
             return supervised(config, args)
         join(config)
         run(config)
     except Stopped as stopped:
         if jax.process_index() == 0:
-            print_error(stopped.said(args))
+            print_error(stopped)
         return stopped.code
     except JoinError as error:
         print_error("error:", error)
         return NOT_JOINED
     except KeyboardInterrupt:
-        print_error("stopped before training started")
+        print_error("stopped; the same command resumes from a checkpoint in --output-dir, if any")
         return INTERRUPTED
     except jax.errors.JaxRuntimeError as error:
         if config.debug and jax.process_count() == 1:
             raise
         out_of_memory = error.error_code == RESOURCE_EXHAUSTED
         if not out_of_memory:
-            with contextlib.suppress(OSError):
-                traceback.print_exception(error)
+            print_error(*traceback.format_exception(error), sep="")
         message = str(error).partition("\n")[0].rstrip(".")
         print_error("error:", message + LESS_MEMORY * out_of_memory)
         code = WRONG if out_of_memory else EXIT_CODE  # a restart helps with other errors only

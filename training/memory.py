@@ -9,17 +9,14 @@ from jax.experimental import multihost_utils
 
 LESS_MEMORY = (
     ". To use less memory per device: --grad-accum-steps, --remat, --offload (not if host memory "
-    "is full), or more devices; `python -m zero_jax.plan memory` estimates the memory of each"
+    "is full), or more devices; `python -m zero_jax.plan memory` estimates each"
 )
 
 
 def host_memory() -> int:
     """Returns the free bytes of host memory; 2**36, XLA's default limit, where unknown."""
-    try:
-        text = pathlib.Path("/proc/meminfo").read_text()
-    except OSError:
-        return 2**36
-    match = re.search(r"MemAvailable: +(\d+) kB", text)
+    path = pathlib.Path("/proc/meminfo")
+    match = path.exists() and re.search(r"MemAvailable: +(\d+) kB", path.read_text())
     return 1024 * int(match[1]) if match else 2**36
 
 

@@ -16,13 +16,16 @@ def say(*words: object, sep: str = " ") -> None:
 
 
 @contextlib.contextmanager
-def together(settings: Mapping[str, Any], name: str) -> Iterator[None]:
-    """Runs the block in all processes; if it fails in one of them, all processes raise."""
+def together(name: str, settings: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Runs the block in all processes; if it fails in one of them, all processes raise.
+
+    They also raise if their `settings` differ.
+    """
     failure: Exception | None = None
     try:
         yield
     except (ValueError, OSError) as error:
         failure = error
-    zero_jax.check_agreement({**settings, name: failure or "fine"})
+    zero_jax.check_agreement({**(settings or {}), name: failure or "fine"})
     if failure is not None:
         raise failure

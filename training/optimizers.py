@@ -19,8 +19,8 @@ def make(config: Config) -> optax.GradientTransformation:
     return optimizers.make(config.optimizer, rate(config), weight_decay=decay, clip=clip)
 
 
-def rescheduled(config: Config, before: Mapping[str, Any], step: int) -> str | None:
-    """Returns a warning if another `--max-steps` than in the resumed run changes the learning rate.
+def rescheduled(config: Config, before: Mapping[str, Any], step: int) -> str:
+    """Returns a warning if another `--max-steps` than before changes the learning rate, else "".
 
     >>> config = Config(learning_rate=1.0, warmup_steps=2, max_steps=12)
     >>> said = rescheduled(config, {"max_steps": 6, "learning_rate": 1.0, "warmup_steps": 2}, 6)
@@ -33,18 +33,18 @@ def rescheduled(config: Config, before: Mapping[str, Any], step: int) -> str | N
     schedule = {name: before.get(name) for name in names}
     steps = schedule["max_steps"]
     if None in schedule.values() or steps == config.max_steps:
-        return None
+        return ""
     former = float(rate(dataclasses.replace(config, **schedule))(step))
     now = float(rate(config)(step))
     if abs(now - former) <= 1e-6 * former:
-        return None
+        return ""
     assert config.learning_rate is not None
     same = config.learning_rate * former / now if now else 0.0
     keep = f"--lr {same:.3g} to resume at the former rate, or " if now else ""
     return (
         f"--max-steps {config.max_steps} is given, and step {step} was trained with --max-steps "
-        f"{steps}: the cosine schedule spans all steps. The learning rate at step {step} is "
-        f"{now:.2g} instead of {former:.2g}. Give {keep}--max-steps {steps} for the former schedule"
+        f"{steps}: the learning rate is {now:.2g} instead of {former:.2g}, because the cosine "
+        f"schedule spans all steps. Give {keep}--max-steps {steps} for the former schedule"
     )
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import jax
 
 import zero_jax
-from training import show
+from training.show import human_bytes, human_count
 from training.trainer import Trainer
 from zero_jax.models import families, hf
 from zero_jax.plan import model_states
-from zero_jax.sharding import mesh, paths
+from zero_jax.plan.tables import table
+from zero_jax.sharding import paths
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -60,45 +61,36 @@ def by_stage(trainer: Trainer, window: int) -> list[model_states.Estimate]:
 
 
 def print_plan(
-    trainer: Trainer,
-    known: Mapping[str, Any],
-    stages: Sequence[model_states.Estimate],
-    step: zero_jax.Plan,
+    known: Mapping[str, Any], stages: Sequence[model_states.Estimate], step: zero_jax.Plan
 ) -> None:
     """Prints the settings of the run, from `facts`, and its predicted memory."""
     psi, clip = known["psi"], known["max_grad_norm"]
-    readable = {  # the first two, the size of the run, come before all settings
-        "psi": f"{psi:,} ({show.human_count(psi)} parameters)",
-        "mesh": " x ".join(f"{axis} {size}" for axis, size in known["mesh"].items()),
+    mesh = " x ".join(f"{axis} {size}" for axis, size in known["mesh"].items())
+    readable = {
+        "psi": f"{psi:,} ({human_count(psi)} parameters)",
+        "mesh": mesh,
         "hf_config": known["hf_config"]["model_type"],
         "trained": "all" if known["trained"] == psi else f"{known['trained']:,}",
         "max_grad_norm": f"{clip:g}" if clip else "off",
     }
-    names = dict.fromkeys(("psi", "mesh", *known))
-    rows = [(k, readable.get(k, "-" if known[k] is None else known[k])) for k in names]
-    show.print_table("This run", ["setting", "value"], rows)
-
-    config = trainer.zero.config
-    shards = mesh.axis_size(trainer.mesh, mesh.data_axis(trainer.mesh))
-    parts, experts = config.parts, mesh.experts_size(trainer.mesh)
-    split = f" x {config.model_axis.size} (model)" if config.model_axis.size > 1 else ""
-    split += f", at stage 3 x {parts} (replica)" if parts > 1 else ""
-    split += f", in {experts} expert-parallel groups" if experts > 1 else ""
-    table = {name: [s.terms[name] for s in stages] for name in stages[0].terms}
-    table["between steps"] = [s.at_rest for s in stages]
-    table["temporary"] = [s.in_flight for s in stages]
-    table["total"] = [s.total for s in stages]
-    show.print_table(
-        f"Predicted bytes per device on {shards}{split}, by ZeRO stage (no activations)",
-        ["", *(f"stage {n}{', this run' if n == config.stage else ''}" for n in range(4))],
-        [[name, *map(show.human_bytes, sizes)] for name, sizes in table.items()],
+    shown = readable | {k: "-" if v is None else v for k, v in known.items() if k not in readable}
+    _print_table("This run", ["setting", "value"], list(shown.items()))
+    rows = [[name, *(estimate.terms[name] for estimate in stages)] for name in stages[0].terms]
+    rows.append(["between steps", *(estimate.at_rest for estimate in stages)])
+    rows.append(["temporary", *(estimate.in_flight for estimate in stages)])
+    rows.append(["total", *(estimate.total for estimate in stages)])
+    _print_table(
+        f"Predicted bytes per device on {mesh}, by ZeRO stage (no activations)",
+        ["", *(f"stage {n}{', this run' if n == step.stage else ''}" for n in range(4))],
+        [[name, *map(human_bytes, sizes)] for name, *sizes in rows],
     )
     predicted = {**step.predicted.terms, "total": step.predicted.total_bytes}
-    show.print_table(
-        "Predicted peak per device",
-        ["term", "bytes"],
-        [[name.replace("_", " "), show.human_bytes(n)] for name, n in predicted.items() if n],
-    )
+    terms = [[name.replace("_", " "), human_bytes(n)] for name, n in predicted.items() if n]
+    _print_table("Predicted peak per device", ["term", "bytes"], terms)
+
+
+def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    print(f"\n{title}\n\n{table([columns, *rows])}\n")
 
 
 def start_event(
@@ -111,11 +103,10 @@ def start_event(
 
     `levels` are losses to compare with, in nats per `unit`.
     """
-    device, versions = jax.local_devices()[0], {}
+    device, versions = jax.local_devices()[0], {"zero_jax": zero_jax.__version__}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # of a system package
             versions[name] = importlib.metadata.version(name)
-    limit = (device.memory_stats() or {}).get("bytes_limit")
     return {
         "unit": unit,
         "levels": dict(levels),
@@ -128,12 +119,10 @@ def start_event(
             "kind": device.device_kind,
             "devices": jax.device_count(),
             "processes": jax.process_count(),
-            **({"memory_bytes": limit} if limit else {}),
         },
         "versions": {
-            "zero_jax": zero_jax.__version__,
-            "python": platform.python_version(),
             **versions,
+            "python": platform.python_version(),
             "system": f"{platform.system()} {platform.machine()}",
         },
     }

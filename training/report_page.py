@@ -22,23 +22,22 @@ from typing import Any
 
 import jinja2
 
-from training.charts import Chart, Line, running_mean, shown
-from training.run_folder import COMPILED, PAGE, Points, RunFolder, finite, when
+from training.charts import Chart, Line, each_and_mean, losses, shown
+from training.run_folder import COMPILED, PAGE, RunFolder, finite, when
 from training.show import human_bytes, human_count
 
 COMPILE = "Compile the step and list its largest temporaries; needs the run's devices."
 NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 MAX_NAMED = 60  # intervals of steps in a list
 
-# Title, unit and format of charts, by metric; other metrics have their name as a title.
+# Title, unit and format of charts, and if they begin at 0 and have no mean, by metric.
 SHORT = "{:.3g}".format
 CHARTS = {
-    "tokens_per_second": ("Throughput", "tokens/s, mean of 20 steps", human_count),
-    "learning_rate": ("Learning rate", "per step", SHORT),
-    "grad_norm": ("Gradient norm", "before clipping, mean", SHORT),
-    "memory_bytes": ("Peak memory per device", "bytes", human_bytes),
+    "tokens_per_second": ("Throughput", "tokens/s, mean of 20 steps", human_count, True),
+    "learning_rate": ("Learning rate", "per step", SHORT, True),
+    "grad_norm": ("Gradient norm", "before clipping, mean", SHORT, False),
+    "memory_bytes": ("Peak memory per device", "bytes", human_bytes, True),
 }
-SMOOTH = {"tokens_per_second", "learning_rate", "memory_bytes"}  # drawn without a mean, from 0
 NOT_CHARTED = {"step", "loss", "skipped", "step_seconds"}
 
 
@@ -68,7 +67,7 @@ def compile_step(run: RunFolder) -> None:
     """
     import jax
 
-    from training.config import parse
+    from training.config import Config
     from training.main import join
     from training.trainer import Trainer, load
 
@@ -78,20 +77,16 @@ def compile_step(run: RunFolder) -> None:
             f"{run.path}: events.jsonl has no `predicted_total` to compare with: give a run that "
             "recorded one"
         )
-    config = parse(["--config", str(run.path / "config.yaml")])
-    # The run decided these, if `--stage auto` left them open.
-    decided = {
-        name: run.config[name]
-        for name in ("stage", "grad_accum_steps", "remat", "devices")
-        if name in run.config
-    }
-    config = dataclasses.replace(config, memory_limit=None, **decided)
-    devices = config.devices
+    # What `--stage auto` left open is decided there, and so is the mesh.
+    known = {f.name: run.config.get(f.name, f.default) for f in dataclasses.fields(Config)}
+    sizes = run.config["mesh"].items()
+    known |= {"memory_limit": None, "mesh": ",".join(f"{axis}={size}" for axis, size in sizes)}
+    config = Config(**known)
     join(config)
-    if jax.device_count() != devices:
+    if jax.device_count() != config.devices:
         raise ValueError(
-            f"{run.path} ran on {devices} devices, and {jax.device_count()} are available: "
-            f"compile its step on {devices} devices"
+            f"{run.path} ran on {config.devices} devices, and {jax.device_count()} are available: "
+            f"compile its step on {config.devices} devices"
         )
     step = Trainer(load(config)).predict(compile=True)
     if step.predicted.total_bytes != recorded:
@@ -128,69 +123,63 @@ def page(run: RunFolder) -> str:
     }
     start = run.last("start")
     stages, predicted = start.get("stages") or [], start.get("predicted") or {}
-    memory = {
+    facts = {
         "most": max((sum(terms.values()) for terms in stages), default=0),
         "predicted": {name: size for name, size in predicted.items() if name != "host"},
+        "run": run,
+        "end": _end(run),
+        "chart": losses(run),
+        "others": _other_charts(run),
+        "wrong": _wrong(run),
+        "starts": _starts(run),
+        **_settings(run),
+        "rates": [y for _, y in finite(run.curve("tokens_per_second"))],
+        "peak": max((y for _, y in finite(run.curve("memory_bytes"))), default=None),
     }
-    facts = _outcome(run) | _curves(run) | _starts(run) | memory
-    text = templates.get_template("report_page.html").render(facts, run=run)
+    text = templates.get_template("report_page.html").render(facts)
     return NOT_XML.sub("\ufffd", text)
 
 
-def _outcome(run: RunFolder) -> dict[str, Any]:
-    """Returns the model, the data and the end of a run."""
-    known = run.config
-    trained = [f"{name} {known[name]}" for name in ("model", "optimizer") if name in known]
-    if known.get("init_from") and "model" in known:
-        trained[0] = f"model of {known['init_from']}"
-    trained += [f"on {known['corpus']}"] if "corpus" in known else []
+def _end(run: RunFolder) -> str:
+    """Describes how and when a run ended."""
     end = run.events[-1] if run.events else {}
+    if end.get("event") != "end":
+        return "No end is recorded: the run is still active, or was killed." if end else ""
     since, until, error = when(run.last("start")), when(end), end.get("error")
     at = _moment(until)
     if since and until:
         at += f", {timedelta(seconds=round((until - since).total_seconds()))} after its start"
-    if end.get("event") != "end":
-        said = "No end is recorded: the run is still active, or was killed." if end else ""
-    elif error is None:
-        said = f"Finished {at}."
-    else:
-        why = "it was stopped" if error == "Stopped" else f"{error}: {end.get('said', '')}"
-        said = f"Ended early {at}: {why}"
-    return {"name": run.path.resolve().name, "trained": ", ".join(trained), "end": said}
+    if error is None:
+        return f"Finished {at}."
+    why = "it was stopped" if error == "Stopped" else f"{error}: {end.get('said', '')}"
+    return f"Ended early {at}: {why}"
 
 
-def _curves(run: RunFolder) -> dict[str, Any]:
-    """Returns the charts of the metrics, and the skipped and non-finite steps."""
-    train, held_out = run.curve("loss"), run.curve("val_loss")
-    skipped = [line["step"] for line in run.steps if line.get("skipped")]
-    begun = {event.get("step") for event in run.events if event.get("event") in ("states", "back")}
-    marks = {"skipped": skipped, "resumed": sorted(begun & {x for x, _ in train})}
-    lines = [*_each_and_mean("train, ", train), Line("held out", held_out, "b", "dots")]
-    about = "Training and held-out text", run.unit, lines, "{:.4g}".format, run.levels, marks
-    others = []
+def _other_charts(run: RunFolder) -> list[Chart]:
+    """Returns the charts of all metrics but the losses."""
+    charts = []
     names = dict.fromkeys([*CHARTS, *(name for line in run.steps for name in line)])
     for name in [name for name in names if name not in NOT_CHARTED]:
-        also = name.replace("_", " ").capitalize(), "mean", SHORT
-        title, unit, show = CHARTS.get(name, also)
-        points, zero = run.curve(name), name in SMOOTH
-        lines = [Line(title, points)] if zero else _each_and_mean("", points)
-        others.append(Chart(title, unit, lines, show, zero=zero))
+        also = name.replace("_", " ").capitalize(), "mean", SHORT, False
+        title, unit, show, plain = CHARTS.get(name, also)
+        points = run.curve(name)
+        lines = [Line(title, points)] if plain else each_and_mean("", points)
+        charts.append(Chart(title, unit, lines, show, zero=plain))
+    return [chart for chart in charts if chart.values]
+
+
+def _wrong(run: RunFolder) -> list[tuple[str, str, str]]:
+    """Returns kind, number and list of skipped and non-finite steps."""
+    skipped = [line["step"] for line in run.steps if line.get("skipped")]
     wrong = {"skipped, because gradients were not finite": skipped}
-    norms = ("gradient norm", run.curve("grad_norm"))
-    for name, points in (("loss", train), norms, ("held-out loss", held_out)):
-        wrong[f"{name} not finite"] = [x for x, y in points if not math.isfinite(y)]
-    peaks = [y for _, y in finite(run.curve("memory_bytes"))]
-    return {
-        **{"losses": train, "held_out": held_out, "skipped": skipped},
-        **{"chart": Chart(*about, wide=True), "others": [x for x in others if x.values]},
-        "wrong": [(name, f"{len(x):,}", _named(x)) for name, x in wrong.items() if x],
-        "rates": [y for _, y in finite(run.curve("tokens_per_second"))],
-        "peak": max(peaks, default=None),
-    }
+    names = {"loss": "loss", "gradient norm": "grad_norm", "held-out loss": "val_loss"}
+    for name, metric in names.items():
+        wrong[f"{name} not finite"] = [x for x, y in run.curve(metric) if not math.isfinite(y)]
+    return [(name, f"{len(steps):,}", _named(steps)) for name, steps in wrong.items() if steps]
 
 
-def _starts(run: RunFolder) -> dict[str, Any]:
-    """Returns the starts of a run, and the settings that changed between them."""
+def _starts(run: RunFolder) -> list[tuple[object, ...]]:
+    """Returns time, step, stage, devices and processes of each start of a run."""
     starts = []
     for at, event in enumerate(run.events):
         if event.get("event") == "start":
@@ -199,18 +188,18 @@ def _starts(run: RunFolder) -> dict[str, Any]:
             devices = f"{where.get('devices', '?')} x {where.get('kind', '?')}"
             about = event.get("stage", "–"), devices, where.get("processes", "?")
             starts.append((_moment(when(event)), step, *about))
+    return starts
+
+
+def _settings(run: RunFolder) -> dict[str, Any]:
+    """Returns the settings of a run, and those that changed between its starts."""
     every = [*run.earlier, run.config]
     names = dict.fromkeys(name for config in every for name in config)
     values = {name: [_setting(config.get(name)) for config in every] for name in names}
     changes = [(name, *row) for name, row in values.items() if len(set(row)) > 1]
     configs = ["setting that changed", *(f"config {n}" for n in range(1, len(every))), "now"]
-    settings = [(name, _setting(value)) for name, value in run.config.items()]
-    return {"starts": starts, "configs": configs, "changes": changes, "settings": settings}
-
-
-def _each_and_mean(name: str, points: Points) -> list[Line]:
-    each = Line(f"{name}per step", points, kind="faint")
-    return [each, Line(f"{name}mean", running_mean(points))]
+    settings = [(name, values[name][-1]) for name in run.config]
+    return {"configs": configs, "changes": changes, "settings": settings}
 
 
 def _named(steps: Sequence[int]) -> str:

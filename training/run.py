@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import pathlib
-import signal
+import shlex
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,12 +20,12 @@ from training.data_files import DataChanged
 from training.memory import lack_of_room, peak_bytes
 from training.multiprocess import say, together
 from training.plan import by_stage, facts, print_plan, start_event
-from training.preemption import INTERRUPTED, Stop, Stopped
+from training.preemption import Stop, Stopped
 from training.run_folder import PAGE, RunLog, next_folder
-from training.saving import RunRecord, Saver, base_checksum, check_resume, newest_step
+from training.saving import RunRecord, Saver, base_checksum, check_resume
 from training.scalars import import_wandb
-from training.show import Show, Speed, progress
-from training.trainer import States, Trainer, load
+from training.show import Meter
+from training.trainer import PyTree, States, Trainer, load
 from zero_jax.distributed.agreement import gather_texts
 from zero_jax.distributed.watchdog import Watchdog
 from zero_jax.models import families
@@ -33,9 +33,8 @@ from zero_jax.models.experts import Routed
 from zero_jax.plan.planning import bytes_on
 from zero_jax.sharding.checks import check_replicas
 
-PyTree = Any
-
 BEFORE, AFTER = "before training", "after training"
+SETTINGS = "config.yaml"  # in the folder of a run
 STORAGE = 5.0  # factor of the watchdog's patience; by default an hour for a large model's states
 LONG = 50  # an evaluation of this many batches prints its progress
 
@@ -53,16 +52,17 @@ def routing(routed: Routed | None) -> dict[str, float]:
 
 @dataclasses.dataclass
 class TrainingLoop:
-    """The training loop of a run; `profile` is that of `traced`."""
+    """The training loop of a run."""
 
     trainer: Trainer
     log: RunLog
     saver: Saver
     stop: Stop
     watchdog: Watchdog
-    profile: Callable[[int, PyTree], None]
+    resume: str  # the command that resumes the run
 
     _place: Any = None  # position in the data after the last batch
+    _trace: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
 
     def train(self) -> PyTree:
         """Trains from the last checkpoint or from the start; returns the final parameters.
@@ -70,11 +70,9 @@ class TrainingLoop:
         Raises Stopped if the run was asked to end, after a checkpoint.
         """
         trainer, config = self.trainer, self.trainer.plan.config
-        last = config.max_steps
-        states, done = self._restore() or (self._initial(), 0)
-        warning = optimizers.rescheduled(config, self.saver.before, done)
-        if warning is not None and done < last:
-            say("warning:", warning)
+        last, tokens = config.max_steps, config.global_batch_size * config.seq_len
+        lead = jax.process_index() == 0
+        states, done, place = self._restore() or (self._initial(), 0, None)
         held = {"parameters": bytes_on(states[0]), "optimizer_state": bytes_on(states[1])}
         self.log.event("states", step=done, **held)
         if done > last:
@@ -88,17 +86,18 @@ class TrainingLoop:
             say(f"--profile traces nothing: this start has fewer than {FIRST_TRACED} steps left")
         for left in range(config.max_rollbacks, -1, -1):
             try:
-                with progress(last, start=done, enabled=jax.process_index() == 0) as show:
-                    states = self._steps(states, done, show)
+                with self._trace, Meter(last, tokens, start=done, enabled=lead) as meter:
+                    states = self._steps(states, done, place, meter)
                 break
             except zero_jax.NonFiniteError as error:
                 self.watchdog.rest()
-                place = trainer.gather_place(self._place) if left else None
-                restored = self._restore() if left else None
+                if not left:
+                    raise
+                place = trainer.gather_place(self._place)  # after the batch that failed
+                restored = self._restore()
                 if restored is None:
                     raise
-                self.saver.place = place  # after the batch that failed
-                states, done = restored
+                states, done, _ = restored
                 say(f"Rolled back to step {done} ({left - 1} rollbacks left): {error}")
                 self.log.event("back", step=done)
         if 0 < last <= int(states[1].guard.skipped):
@@ -108,11 +107,9 @@ class TrainingLoop:
             )
         return states[0]
 
-    def _restore(self) -> tuple[States, int] | None:
-        """Returns the states of the latest checkpoint in this run's dtypes, and their step."""
+    def _restore(self) -> tuple[States, int, Any] | None:
         with self.watchdog.pause("restoring a checkpoint", times=STORAGE):
-            saved = self.saver.resume(self.trainer.like)
-            return None if saved is None else (self.trainer.full_states(saved[0]), saved[1])
+            return self.saver.resume()
 
     def _initial(self) -> States:
         """Returns new states; evaluates the model of `--init-from` and shows a sample."""
@@ -120,8 +117,7 @@ class TrainingLoop:
             states = self.trainer.init()
         config = self.trainer.plan.config
         if config.init_from is not None:
-            loss = self.evaluate(states[0], config.max_eval_batches)
-            self.log.evaluation(0, val_loss=loss)
+            loss = self.evaluate(states[0], 0, config.max_eval_batches)
             say(f"{BEFORE}: validation loss {loss:.4f}")
             self.check_loss(loss, BEFORE)
             self.show_sample(states[0], BEFORE)
@@ -129,17 +125,14 @@ class TrainingLoop:
 
     def check_loss(self, loss: float, when: str) -> None:
         """Raises NonFiniteError if the held-out loss is NaN or infinite."""
-        if math.isfinite(loss):
-            return
-        config = self.trainer.plan.config
-        lower = "use a lower --lr, resume an earlier checkpoint with --resume-step, " * (
-            when == AFTER
-        )
-        raise zero_jax.NonFiniteError(
-            f"the validation loss {when} is {loss}, and nothing is exported: {lower}use another "
-            f"dtype than --compute-dtype {config.compute_dtype} (bf16 and fp32 hold larger numbers "
-            "than fp16), or check the data"
-        )
+        if not math.isfinite(loss):
+            lower = "use a lower --lr, resume an earlier checkpoint with --resume-step, "
+            raise zero_jax.NonFiniteError(
+                f"the validation loss {when} is {loss}, and nothing is exported: "
+                f"{lower * (when == AFTER)}use another dtype than --compute-dtype "
+                f"{self.trainer.plan.config.compute_dtype} (bf16 and fp32 hold larger numbers than "
+                "fp16), or check the data"
+            )
 
     def show_sample(self, params: PyTree, what: str) -> None:
         """Prints the model's continuation of held-out data, where a device has room for it."""
@@ -157,8 +150,8 @@ class TrainingLoop:
             if jax.process_index() == 0:
                 say(f"{what}:", trainer.sample(whole, prompt), sep="\n")
 
-    def evaluate(self, params: PyTree, max_batches: int | None = None) -> float:
-        """Returns the held-out loss in nats per token.
+    def evaluate(self, params: PyTree, step: int, max_batches: int | None = None) -> float:
+        """Logs and returns the held-out loss after `step` steps, in nats per token.
 
         Over all batches it prints its progress, and raises Stopped if the run was asked to end.
         """
@@ -166,26 +159,38 @@ class TrainingLoop:
 
         def each(done: int) -> None:
             self.watchdog.progress()  # it times each batch by itself
-            if max_batches is not None:
-                return
-            if LONG <= total > done and done * 10 // total > (done - 1) * 10 // total:
-                say(f"evaluating: {done} of {total} batches")
-            if code := self.stop():
-                raise Stopped(code, self.trainer.out, self.saver.saved)
+            if max_batches is None:
+                if LONG <= total > done and done * 10 // total > (done - 1) * 10 // total:
+                    say(f"evaluating: {done} of {total} batches")
+                self.raise_if_stopped()
 
         with self.watchdog.pause("an evaluation"):
-            return self.trainer.evaluate(params, max_batches, each)
+            loss = self.trainer.evaluate(params, max_batches, each)
+        self.log.evaluation(step, val_loss=loss)
+        return loss
 
-    def _steps(self, states: States, done: int, show: Show) -> States:
+    def raise_if_stopped(self, save: Callable[[], None] = lambda: None) -> None:
+        """Raises Stopped, after a call of `save`, if the run was asked to end."""
+        if not (code := self.stop()):
+            return
+        save()
+        saved, out = self.saver.saved, self.trainer.out
+        message = f"stopped; no checkpoint is saved in {out}"
+        if saved is not None:
+            message = f"stopped after step {saved}, which is saved in {out}. To resume:\n"
+            message += self.resume
+        raise Stopped(code, message)
+
+    def _steps(self, states: States, done: int, place: Any, meter: Meter) -> States:
         trainer, config = self.trainer, self.trainer.plan.config
-        speed = Speed(config.global_batch_size * config.seq_len)
+        tokens = config.global_batch_size * config.seq_len
         # All rates at once: reading one from the device in every step would wait for that step.
         rates = np.asarray(
             optimizers.rate(config)(jnp.arange(config.max_steps + 1, dtype=jnp.float32))
         )
         params, opt_state = states
-        self._place = self.saver.place
-        rows = trainer.batches(self._place)
+        self._place = place
+        rows = trainer.batches(place)
         self.watchdog.begin()
         waiting: list[tuple[int, zero_jax.Metrics]] = []  # as in `one_late`
 
@@ -193,16 +198,15 @@ class TrainingLoop:
             """Logs all finished steps except the latest `most`."""
             while len(waiting) > most:
                 number, metrics = waiting.pop(0)
-                loss, rate = float(metrics.loss), speed.tick()
-                show(number, loss, rate)
-                skipped, norm = int(metrics.skipped_in_a_row) > 0, float(metrics.grad_norm)
+                loss = float(metrics.loss)
+                rate = meter.step(number, loss)
                 self.log.step(
                     number,
                     loss=loss,
-                    grad_norm=norm,
+                    grad_norm=float(metrics.grad_norm),
                     tokens_per_second=rate,
-                    skipped=skipped,
-                    step_seconds=speed.tokens_per_step / rate,
+                    skipped=int(metrics.skipped_in_a_row) > 0,
+                    step_seconds=tokens / rate,
                     learning_rate=float(rates[number - 1 - int(metrics.skipped)]),
                     memory_bytes=peak_bytes(),
                     **routing(metrics.aux),
@@ -216,10 +220,8 @@ class TrainingLoop:
                 self._save(number, (params, opt_state), now=True)
 
         for number in range(done + 1, config.max_steps + 1):
-            if code := self.stop():
-                end(number - 1, save=True)
-                raise Stopped(code, trainer.out, self.saver.saved)
-            self.profile(number - done, params)
+            self.raise_if_stopped(functools.partial(end, number - 1, save=True))
+            self._profile(number - done, params)
             try:
                 batch, self._place = next(rows)
             except DataChanged:
@@ -232,7 +234,7 @@ class TrainingLoop:
             waiting.append((number, metrics))
             if number == done + 1:
                 report(0)
-                speed.restart()  # this step included compilation
+                meter.restart()  # this step included compilation
             report(1)
             self.watchdog.step(number)
             with self.watchdog.pause("saving a checkpoint", times=STORAGE):
@@ -241,113 +243,81 @@ class TrainingLoop:
                 self._save(number, (params, opt_state), now=number == config.max_steps)
             if config.eval_steps and number % config.eval_steps == 0 and number < config.max_steps:
                 report(0)
-                loss = self.evaluate(params, config.max_eval_batches)
-                self.log.evaluation(number, val_loss=loss)
+                loss = self.evaluate(params, number, config.max_eval_batches)
                 say(f"step {number}/{config.max_steps}  validation loss {loss:.4f}")
-                speed.restart()
+                meter.restart()
         end(config.max_steps, save=False)
         return params, opt_state
 
     def _save(self, number: int, states: States, now: bool) -> None:
-        place = functools.partial(self.trainer.gather_place, self._place)
-        if self.saver.save(number, self.trainer.saved_states(states), place, now=now):
+        if self.saver.save(number, states, self._place, now=now):
             self.log.event("checkpoint", step=number)
 
+    def _profile(self, step: int, results: PyTree) -> None:
+        """Traces a few steps by JAX's profiler.
 
-@contextlib.contextmanager
-def traced(folder: pathlib.Path | None) -> Iterator[Callable[[int, PyTree], None]]:
-    """Traces a few steps of this start by JAX's profiler; None as the destination traces nothing.
-
-    Yields a function to call before each step, with its number in this start, from 1, and with
-    arrays of the step before.
-    """
-
-    def before(step: int, results: PyTree) -> None:
-        if folder is None or step not in (FIRST_TRACED, LAST_TRACED + 1):
+        Call it before each step, with its number in this start, from 1, and arrays of the step
+        before.
+        """
+        wanted = self.trainer.plan.config.profile and jax.process_index() == 0
+        if not wanted or step not in (FIRST_TRACED, LAST_TRACED + 1):
             return
         jax.block_until_ready(results)  # earlier steps are not in the trace
-        trace.close()
+        self._trace.close()
         if step == FIRST_TRACED:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # else 100,000 Python calls
-            jax.profiler.start_trace(folder, profiler_options=options)
-            trace.callback(jax.profiler.stop_trace)
-
-    with contextlib.ExitStack() as trace:
-        yield before
-
-
-@contextlib.contextmanager
-def _end_of_processes(folder: pathlib.Path, dead_after: float) -> Iterator[Watchdog]:
-    """Ends all processes of a run together, under a watchdog.
-
-    A second Ctrl-C in the block raises `Stopped` with the newest checkpoint.
-    """
-    try:
-        with Watchdog(dead_after=dead_after) as watchdog:
-            try:
-                yield watchdog
-            except Stopped:
-                jax.distributed.shutdown()  # waits for all processes
-                raise
-            jax.distributed.shutdown()
-    except KeyboardInterrupt as error:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run ends already
-        saved = None
-        with contextlib.suppress(OSError, ValueError):
-            saved = newest_step(folder)
-        raise Stopped(INTERRUPTED, folder, saved, at_once=True) from error
+            jax.profiler.start_trace(self.trainer.out / "profile", profiler_options=options)
+            self._trace.callback(jax.profiler.stop_trace)
 
 
 def run(config: Config) -> None:
     """Executes a run; every process calls it."""
-    settings, lead = shared(config), jax.process_index() == 0
-    with together(settings, "input"):
+    lead = jax.process_index() == 0
+    with together("input", shared(config)):
         if config.wandb_project is not None and lead:
             import_wandb(config.wandb_project)
         plan = load(config)
         export.check(plan)
+        contents = {**plan.corpus.contents, **base_checksum(config)}
     corpus = plan.corpus
-    with together(settings, "base weights"):
-        contents = {**corpus.contents, **base_checksum(config)}
     checksums = {f"checksum of the {name}": value for name, value in contents.items()}
-    zero_jax.check_agreement({**settings, **corpus.order, **checksums})
+    zero_jax.check_agreement({**corpus.order, **checksums})
     trainer = Trainer(plan)
     known = facts(trainer)
     record = RunRecord(known, corpus.order, contents)
     levels: dict[str, float] = {}
     costs: dict[str, Any] = {}
-    with together(settings, "plan"):
+    with together("output_dir"):
         if lead:
             step = trainer.predict()
             stages = by_stage(trainer, step.window)
-            print_plan(trainer, known, stages, step)
+            print_plan(known, stages, step)
             print(corpus.outlook(config.max_steps))
             levels = corpus.marks(plan.model.config.vocab)
             costs = start_event(step, stages, levels, corpus.unit)
-    with together(settings, "output_dir"):
-        resume = lead and check_resume(config, record)
+        resume = lead and check_resume(plan.config, record)
         out = config.output_dir or (next_folder("runs") if lead else "runs")
         saved = {**known, **levels, "output_dir": str(out)}
         log = RunLog(out, saved, lead, resume=resume, wandb=config.wandb_project)
         log.event("start", **costs)
         if lead:
-            (log.out_dir / "config.yaml").write_text(as_yaml(config), encoding="utf-8")
+            (log.out_dir / SETTINGS).write_text(as_yaml(config), encoding="utf-8")
     # Of process 0, because checkpoints are on shared storage.
     trainer.out = pathlib.Path(gather_texts(str(log.out_dir.resolve()))[0])
-    with _end_of_processes(trainer.out, config.heartbeat_timeout_seconds) as watchdog:
+    words = ["--config", str(trainer.out / SETTINGS), "--output-dir", str(trainer.out)]
+    words += [] if config.export_dir is None else ["--export-dir", config.export_dir]
+    command = f"python train.py {shlex.join(words)}"
+    with Watchdog(dead_after=config.heartbeat_timeout_seconds) as watchdog, _left_together():
         with log, contextlib.ExitStack() as stack:
-            with together(settings, "checkpoints"):
-                saver = stack.enter_context(Saver(config, trainer.out, record))
-            stop = stack.enter_context(Stop(trainer.mesh, config.max_hours))
+            stop = stack.enter_context(Stop(trainer.mesh, config.max_hours, command))
+            with together("checkpoints"):
+                saver = stack.enter_context(Saver(trainer, record))
             say(f"Writing to {log.out_dir}")
-            traces = trainer.out / "profile" if config.profile and lead else None
             with watchdog.guard():
-                with traced(traces) as profile:
-                    loop = TrainingLoop(trainer, log, saver, stop, watchdog, profile)
-                    params = loop.train()
-                loss = loop.evaluate(params)
-                log.evaluation(config.max_steps, val_loss=loss)
+                loop = TrainingLoop(trainer, log, saver, stop, watchdog, command)
+                params = loop.train()
+                loss = loop.evaluate(params, config.max_steps)
                 loop.check_loss(loss, AFTER)
         if lead and (page := log.out_dir / PAGE).exists():
             say(f"Report of this run: {page}")
@@ -358,5 +328,16 @@ def run(config: Config) -> None:
         if counts := corpus.counts:
             rows = "all rows" if jax.process_count() == 1 else "the rows of process 0"
             say(f"documents in {rows}: {counts}")
-        with together(settings, "export"):
+        with together("export"):
             export.write(trainer, params)
+
+
+@contextlib.contextmanager
+def _left_together() -> Iterator[None]:
+    """Leaves `jax.distributed` with all processes after the block, also if it was stopped."""
+    try:
+        yield
+    except Stopped:
+        jax.distributed.shutdown()  # waits for all processes
+        raise
+    jax.distributed.shutdown()

@@ -22,18 +22,13 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 
 from training.scalars import ScalarWriter, TensorBoard, WeightsAndBiases
+from zero_jax.checkpoint.directory import step_folders, summary
+from zero_jax.distributed.lock import locked
 
 Line = Mapping[str, Any]
 Points = list[tuple[int, float]]
 METRICS, EVENTS, CONFIG = "metrics.jsonl", "events.jsonl", "config.json"
 COMPILED, CHECKPOINTS, PAGE = "compiled.json", "checkpoints", "report.html"
-
-# Types of the entries that the report computes with; all others are shown as they are.
-_CONFIG_TYPES = {"max_steps": int, "tokens_per_step": int, "psi": int}
-_EVENT_TYPES = {
-    **{"step": int, "levels": dict, "devices": dict, "versions": dict, "predicted": dict},
-    **{"stages": list, "stage": int, "time": str},
-}
 
 
 class RunLog(contextlib.AbstractContextManager["RunLog"]):
@@ -60,8 +55,6 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         self.out_dir, self._open = Path(out_dir), enabled
         if not enabled:
             return
-        from zero_jax.distributed.lock import locked  # here: it imports jax
-
         metrics, known = self.out_dir / METRICS, _plain(config)
         try:
             with contextlib.ExitStack() as files:
@@ -109,8 +102,7 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
 
         self._open = False
         with self._files:
-            writers = {"loss.png": charts.draw_losses, PAGE: report_page.write}
-            for name, write in writers.items():
+            for name, write in (("loss.png", charts.draw_losses), (PAGE, report_page.write)):
                 try:
                     write(self.out_dir)
                 except Exception as error:  # training itself is complete
@@ -118,14 +110,14 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
             for scalars in self._scalars:
                 scalars.close(failed)
 
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        said = "" if error is None else str(error).partition("\n")[0]
+    def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
         # A full disk must not replace the exception that ended the run.
-        with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
+        with contextlib.suppress(*[OSError] * (kind is not None)):
             try:
-                self.event("end", error=None if error is None else type(error).__name__, said=said)
+                name, said = (kind.__name__, f"{error}".partition("\n")[0]) if kind else (None, "")
+                self.event("end", error=name, said=said)
             finally:
-                self.close(failed=error is not None)
+                self.close(failed=kind is not None)
 
     def _write(self, group: str, step: int, given: Mapping[str, float]) -> None:
         if not self._open:
@@ -199,14 +191,11 @@ class RunFolder:
                 "runs/001"
             )
         self.config = _object(path / CONFIG)  # settings of the latest start
-        _check_types(self.config, _CONFIG_TYPES, path / CONFIG)
         earlier = (path / f"config.{number}.json" for number in itertools.count(1))
         # Settings of earlier starts if different, oldest first.
         self.earlier = [_object(path) for path in itertools.takewhile(Path.exists, earlier)]
         self.steps, self.evaluations = _read_metrics(path / METRICS)  # lines, ascending
         self.events = _read_lines(path / EVENTS)  # starts, checkpoints and ends, oldest first
-        for event in self.events:
-            _check_types(event, _EVENT_TYPES, path / EVENTS)
         self.checkpoints = _checkpoints(path / CHECKPOINTS, self.events)  # includes deleted ones
         self.compiled = _object(path / COMPILED)  # memory of the step, if `--compile` wrote it
 
@@ -281,17 +270,6 @@ def when(event: Line) -> datetime | None:
         return None
 
 
-def _check_types(line: Line, kinds: Mapping[str, type], path: Path) -> None:
-    """Raises ValueError if an entry that the report needs has another type."""
-    for name, kind in kinds.items():
-        value = line.get(name)
-        if value is not None and type(value) is not kind:
-            raise ValueError(
-                f"{path}: `{name}` is {json.dumps(value)[:80]}, and must be of type "
-                f"{kind.__name__}: correct it, or remove it"
-            )
-
-
 def _object(path: Path) -> Line:
     """Returns the JSON object of a file; empty if there is no file."""
     if not path.is_file():
@@ -302,7 +280,7 @@ def _object(path: Path) -> Line:
 def _json_object(text: str, where: str) -> Line:
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{where} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{where} is not a JSON object: {text[:80]}")
@@ -312,12 +290,8 @@ def _json_object(text: str, where: str) -> Line:
 def _checkpoints(folder: Path, events: Sequence[Line]) -> list[SavedStep]:
     times = {e["step"]: when(e) for e in events if e.get("event") == "checkpoint" and "step" in e}
     checkpoints = {step: SavedStep(step, time) for step, time in times.items()}
-    if folder.is_dir():
-        from zero_jax.checkpoint.directory import step_folders, summary  # here: it imports jax
-
-        for step, path in step_folders(folder).items():
-            seen = summary(path)
-            done = datetime.fromtimestamp(seen.seconds, UTC) if seen.seconds else None
-            known = done or times.get(step)
-            checkpoints[step] = SavedStep(step, known, seen.nbytes, "; ".join(seen.problems))
+    for step, path in step_folders(folder).items():
+        seen = summary(path)
+        time = datetime.fromtimestamp(seen.seconds, UTC) if seen.seconds else times.get(step)
+        checkpoints[step] = SavedStep(step, time, seen.nbytes, "; ".join(seen.problems))
     return [checkpoints[step] for step in sorted(checkpoints)]

@@ -1,8 +1,5 @@
 """The checkpoints of a run, in the subfolder `checkpoints` of its folder, and how it resumes.
 
-A checkpoint also saves the position in the data. A resumed run, in any number of processes, sees
-every sample or document of an epoch once.
-
 Before any array is restored, a run is compared with the one that it resumes. A setting in `REFUSE`
 decides the shape of the saved state, or the meaning of its numbers, and must not change. One in
 `WARN` may change the results. All others are free: where and how fast a step is computed, and
@@ -12,23 +9,29 @@ logging. `optimizers.py` has the rule of the schedule over `--max-steps`.
 import contextlib
 import dataclasses
 import json
-import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from training.config import Config, flag
-from training.data_files import fingerprint, open_regular
+import numpy as np
+
+from training import optimizers
+from training.config import Config
+from training.data_files import SAMPLE, checksum
 from training.multiprocess import say
 from training.run_folder import CHECKPOINTS
+from training.trainer import States, Trainer
 from zero_jax.checkpoint.arrays import Damaged
 from zero_jax.checkpoint.checkpoints import Checkpoints, on_first_process
-from zero_jax.checkpoint.directory import folders, set_aside
+from zero_jax.checkpoint.directory import AFTER, folders, set_aside
 from zero_jax.checkpoint.manifest import ITEM, Manifest
+from zero_jax.commands.command_line import flag
+from zero_jax.interchange.safetensor_files import model_files
 
-PyTree = Any
 Settings = Mapping[str, Any]
+BASE_SAMPLES = 256  # of 64 KiB of each file of a frozen model
 
+_SETTINGS = {field.name for field in dataclasses.fields(Config)}
 # Reasons, by setting. A setting that older releases did not save is not compared.
 REFUSE = {
     "optimizer": "the saved optimizer state has another structure",
@@ -49,23 +52,16 @@ WARN = {
     "param_comm_dtype": "parameters are rounded differently when they are gathered",
     "grad_comm_dtype": "gradients are rounded differently when they are reduced",
 }
-# Settings that determine the order of samples; all else follows from --data.
-_ORDER = ("seq_len", "global_batch_size", "seed", "loss_on", "long_documents")
-_REORDERED = "the order of samples would change"
-# Contents with a checksum: the message of a change, a way out, and whether it may change.
+# Contents with a checksum: their flag, the reason, and whether they may change.
 _CONTENTS = {
-    "tokenizer": ("--tokenizer (or that of --init-from) has another vocabulary than in", "", False),
+    "tokenizer": ("--tokenizer (or --init-from)", "the vocabularies differ", False),
     "base": (
-        "--init-from holds other weights, which the saved adapters do not fit, than in",
-        " (with --lora-init-from to start from the saved adapters)",
+        "--init-from",
+        "the saved adapters do not fit other weights, but --lora-init-from starts from them",
         False,
     ),
-    "data": ("--data changed since", " for a new run", True),
-    "chat template": (
-        "The chat template of --tokenizer (or --init-from) changed since",
-        " for a new run",
-        True,
-    ),
+    "data": ("--data", "the run resumes at the same position in changed data", True),
+    "chat template": ("--tokenizer (or --init-from)", "the chat templates differ", True),
 }
 
 
@@ -74,7 +70,7 @@ class RunRecord:
     """The settings and the data of a run, as its checkpoints save them."""
 
     settings: Settings  # from `plan.facts`
-    order: Settings  # settings that determine the order of samples
+    order: Settings  # settings and sizes of the data that determine the order of samples
     contents: Mapping[str, str]  # checksums of data, tokenizer, template and frozen model, by name
 
     def compare(self, manifest: Manifest, directory: pathlib.Path) -> list[str]:
@@ -82,7 +78,7 @@ class RunRecord:
         extra, before = manifest.extra, manifest.config
         where = f"{directory}, step {manifest.step}"
         names = [*before, *extra] if isinstance(before, dict) and isinstance(extra, dict) else []
-        if not {"max_steps", "sample", "order"} <= {*names}:
+        if not {"max_steps", "sample", "order", "contents"} <= {*names}:
             raise ValueError(
                 f"--output-dir: train.py did not write the checkpoint in {where}, or an older "
                 "release of it: its settings or data position are missing. Give another "
@@ -90,18 +86,11 @@ class RunRecord:
             )
         for name, value in self.order.items():
             former = extra["order"].get(name)
-            if former == value:
-                continue
-            if name in _ORDER:
-                message = _message(name, value, former, where, _REORDERED)
-                raise ValueError(f"{message}, or another --output-dir")
-            known = name.replace("_", " ")
-            raise ValueError(
-                f"--data has {known} {value}, and {where}, was trained with {known} {former}: "
-                f"{_REORDERED}. Restore the former data, or give another --output-dir"
-            )
+            if former != value:
+                why = "the order of samples would change"
+                raise ValueError(_setting_message(name, value, former, where, why))
         warnings = check_settings(self.settings, before, where)
-        return warnings + changed_contents(self.contents, extra.get("contents", {}), where)
+        return warnings + changed_contents(self.contents, extra["contents"], where)
 
 
 def check_settings(settings: Settings, before: Settings, where: str) -> list[str]:
@@ -129,16 +118,11 @@ def check_settings(settings: Settings, before: Settings, where: str) -> list[str
         name = "init_from" if bases[0] else "model"
         refused.setdefault(name, f"the models differ ({'; '.join(differ[:3])})")
     for name, why in refused.items():
-        adapters = former.get("lora_rank") is not None and former.get("init_from")
-        more = " (and --lora-init-from for the adapters of the former run)" if adapters else ""
-        raise ValueError(
-            _message(name, now.get(name), former.get(name), where, why)
-            + f", or another --output-dir for a new run{more}"
-        )
+        raise ValueError(_setting_message(name, now.get(name), former.get(name), where, why))
     warned = [name for name in WARN if name in changed]
     if "warmup_steps" in warned and now.get("max_steps") != former.get("max_steps"):
         warned.remove("warmup_steps")  # follows from --max-steps by default
-    return [_message(name, now[name], former[name], where, WARN[name]) for name in warned]
+    return [_setting_message(name, now[name], former[name], where, WARN[name]) for name in warned]
 
 
 def changed_contents(
@@ -150,44 +134,30 @@ def changed_contents(
     """
     warnings = []
     for name, now in contents.items():
-        former = before.get(name, now)  # older releases saved no checksums
-        if former == now:
-            continue
-        subject, detail, may_change = _CONTENTS[name]
-        message = f"{subject} {where} (checksum {now}, before {former}). "
-        way_out = f"Give the former {name}, or another --output-dir{detail}"
-        if not may_change:
-            raise ValueError(message + way_out)
-        position = "The run resumes at the same position in the changed data. "
-        warnings.append(message + position + way_out)
+        former = before.get(name, now)
+        if former != now:
+            label, why, may_change = _CONTENTS[name]
+            given, known = (f"{label} with checksum {checksum}" for checksum in (now, former))
+            if not may_change:
+                raise ValueError(_message(given, known, where, why))
+            warnings.append(_message(given, known, where, why))
     return warnings
 
 
 def base_checksum(config: Config) -> dict[str, str]:
-    """Returns a checksum of the frozen model under adapters, from at most 64 MiB of its files.
+    """Returns a checksum of the frozen model under adapters, from samples of its files.
 
     Empty for other runs.
     """
     if config.init_from is None or config.lora_rank is None:
         return {}
-    folder = pathlib.Path(config.init_from)
-    # The same files as the model is read from; others in the folder are not part of it.
-    single, parts = folder / "model.safetensors", sorted(folder.glob("model-*.safetensors"))
-    files = [single] if single.exists() else parts or sorted(folder.glob("*.safetensors"))
-    sizes = [os.stat(path).st_size for path in files]
-
-    def read(start: int, length: int) -> bytes:
-        parts = []
-        for path, size in zip(files, sizes, strict=True):
-            if start < size and length > 0:
-                with open_regular(path) as file:
-                    file.seek(start)
-                    parts.append(file.read(min(length, size - start)))
-                length -= len(parts[-1])
-            start = max(0, start - size)
-        return b"".join(parts)
-
-    return {"base": fingerprint(read, sum(sizes))}
+    samples = []
+    for path in model_files(pathlib.Path(config.init_from)):
+        with path.open("rb") as file:
+            for at in np.linspace(0, max(0, path.stat().st_size - SAMPLE), BASE_SAMPLES):
+                file.seek(int(at))
+                samples.append(file.read(SAMPLE))
+    return {"base": checksum(*samples)}
 
 
 def _with_defaults(settings: Settings) -> dict[str, Any]:
@@ -198,44 +168,48 @@ def _with_defaults(settings: Settings) -> dict[str, Any]:
     return {k: defaults.get(k) if value is None else value for k, value in known.items()}
 
 
-def _message(name: str, now: object, former: object, where: str, why: str) -> str:
-    given, before = (
-        f"no {flag(name)}" if x is None else f"{flag(name)} {x}" for x in (now, former)
-    )
+def _setting_message(name: str, now: object, former: object, where: str, why: str) -> str:
+    # Another name is a number of the data.
+    label = flag(name) if name in _SETTINGS else f"--data of {name.replace('_', ' ')}"
+    given, known = (f"no {label}" if x is None else f"{label} {x}" for x in (now, former))
+    return _message(given, known, where, why)
+
+
+def _message(given: str, known: str, where: str, why: str) -> str:
     return (
-        f"{given} is given, and {where}, was trained with {before}: {why}. Give {before} to resume"
+        f"{given} is given, and {where}, was trained with {known}: {why}. Give {known} to resume, "
+        "or another --output-dir for a new run"
     )
-
-
-def newest_step(out: pathlib.Path) -> int | None:
-    """Returns the step of the newest complete checkpoint of a run in this folder."""
-    if not (out / CHECKPOINTS).is_dir():
-        return None
-    with Checkpoints(out / CHECKPOINTS, read_only=True) as checkpoints:
-        return max(checkpoints.steps, default=None)
 
 
 def check_resume(config: Config, record: RunRecord) -> bool:
-    """Returns whether --output-dir holds a run to resume, finished or killed.
+    """Returns whether --output-dir holds a run to resume, finished or killed; prints warnings.
 
     One process calls it, before anything is written there. `Saver` reports a checkpoint that is
     damaged, or missing at --resume-step, because it names the other checkpoints.
     """
     if config.output_dir is None or not config.save_steps:
         return False
-    out = pathlib.Path(config.output_dir)
-    directory = (out / CHECKPOINTS).resolve()
+    directory = pathlib.Path(config.output_dir, CHECKPOINTS).resolve()
     if not directory.is_dir():
         return False
     if not config.resume:
         raise ValueError(
-            f"--no-resume is given, and {out} has checkpoints: use another "
+            f"--no-resume is given, and {config.output_dir} has checkpoints: use another "
             "--output-dir, or leave --no-resume out to resume from them"
         )
+    step = config.resume_step
+    if step is None or (directory / f"{AFTER}{step}").exists():
+        with Checkpoints(directory, read_only=True) as checkpoints:
+            step = max(checkpoints.steps, default=None)
     with contextlib.suppress(Damaged):
-        step = newest_step(out) if config.resume_step is None else config.resume_step
         if step is not None and (directory / str(step)).exists():
-            record.compare(Manifest.read(directory / str(step) / ITEM), directory)
+            manifest = Manifest.read(directory / str(step) / ITEM)
+            warnings = record.compare(manifest, directory)
+            if step < config.max_steps:
+                warnings.append(optimizers.rescheduled(config, manifest.config, step))
+            for warning in filter(None, warnings):
+                say("warning:", warning)
     return True
 
 
@@ -245,27 +219,21 @@ def _set_aside_later(directory: pathlib.Path, step: int) -> None:
         folders(directory, step)
     except ValueError as error:
         raise ValueError(f"--resume-step {step}: {error}") from error
-    later, aside = set_aside(directory, step), directory / f"after-{step}"
-    if later is None:
-        say(
-            f"--resume-step {step} was applied by an earlier start ({aside} exists): resuming from "
-            "the latest checkpoint"
-        )
+    aside = directory / f"{AFTER}{step}"
+    if (later := set_aside(directory, step)) is None:
+        say(f"--resume-step {step} was applied by an earlier start: {aside} exists")
     elif later:
-        steps = ", ".join(map(str, later))
-        say(f"Resuming from step {step}: the later checkpoints ({steps}) are moved to {aside}")
+        say(f"Later checkpoints ({', '.join(map(str, later))}) are moved to {aside}")
 
 
 class Saver(contextlib.AbstractContextManager["Saver"]):
     """Saves and restores checkpoints in a folder; all processes create one and call it alike."""
 
-    def __init__(self, config: Config, out: pathlib.Path, record: RunRecord):
-        self._every, self._record = config.save_steps, record
-        self.before: Settings = {}  # of the run that saved the restored one
-        self.place: Any = None  # position in the data from which to train; None: the beginning
+    def __init__(self, trainer: Trainer, record: RunRecord):
+        self._trainer, self._record, config = trainer, record, trainer.plan.config
         self.saved: int | None = None  # step of the newest one, also if it is still being written
         self._checkpoints = None
-        directory, step = out / CHECKPOINTS, config.resume_step
+        directory, step = trainer.out / CHECKPOINTS, config.resume_step
         if step is not None:
             on_first_process(lambda: _set_aside_later(directory, step))
         if config.save_steps:
@@ -276,43 +244,43 @@ class Saver(contextlib.AbstractContextManager["Saver"]):
         if self._checkpoints is not None:
             self._checkpoints.close()
 
-    def resume(self, like: Callable[[Settings], PyTree]) -> tuple[PyTree, int] | None:
-        """Returns the tree and the step of the latest checkpoint; None if there is none.
+    def resume(self) -> tuple[States, int, Any] | None:
+        """Returns the states, the step and the position in the data of the latest checkpoint.
 
-        `like` returns a tree like the saved one, from the settings of the run that saved it.
+        The states have this run's dtypes. None if there is no checkpoint.
         """
-        if self._checkpoints is None or self._checkpoints.latest is None:
+        checkpoints = self._checkpoints
+        if checkpoints is None or checkpoints.latest is None:
             return None
-        manifest = self._checkpoints.manifest()
-        warnings = self._record.compare(manifest, self._checkpoints.directory)
-        self.before = manifest.config
         try:
-            restored = self._checkpoints.restore(like(manifest.config), say=lambda _: None)
+            like = self._trainer.like(checkpoints.manifest().config)
+            restored = checkpoints.restore(like, say=lambda _: None)
         except Damaged as error:
-            *earlier, latest = self._checkpoints.steps
+            *earlier, latest = checkpoints.steps
             if not earlier:
                 raise
+            steps = ", ".join(map(str, earlier))
             raise Damaged(
-                f"{error}. This is step {latest}; earlier steps are "
-                f"{', '.join(map(str, earlier))}: use --resume-step {earlier[-1]} to resume from "
-                "the last of them"
+                f"{error}. This is step {latest}; earlier steps are {steps}: use --resume-step "
+                f"{earlier[-1]}"
             ) from error
-        say(f"Resuming from {self._checkpoints.directory}, {restored}")
-        for line in warnings:
-            say(f"warning: {line}")
-        self.saved, self.place = restored.step, restored.extra["sample"]
-        return restored.tree, restored.step
+        say(f"Resuming from {checkpoints.directory}, {restored}")
+        self.saved = restored.step
+        states = self._trainer.full_states(restored.tree)
+        return states, restored.step, restored.extra["sample"]
 
-    def save(self, step: int, tree: PyTree, place: Callable[[], Any], *, now: bool = False) -> bool:
+    def save(self, step: int, states: States, place: Any, *, now: bool) -> bool:
         """Saves at multiples of `save_steps`, or `now`, unless this step is saved already.
 
-        `place` returns the position in the data after this step. True if a save has started.
+        `place` is the position in the data after this step. True if a save has started.
         """
         if self._checkpoints is None or step == (self.saved or 0):
             return False
-        if now or step % self._every == 0:
-            record = self._record
-            extra = {"sample": place(), "order": record.order, "contents": record.contents}
+        if now or step % self._trainer.plan.config.save_steps == 0:
+            trainer, record = self._trainer, self._record
+            place = trainer.gather_place(place)
+            extra = {"sample": place, "order": record.order, "contents": record.contents}
+            tree = trainer.saved_states(states)
             self._checkpoints.save(step, tree, config=record.settings, extra=extra)
             self.saved = step
         return self.saved == step

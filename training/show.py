@@ -1,4 +1,4 @@
-"""Progress bars, tables and human-readable numbers. Units follow the paper: GB = 1e9 bytes."""
+"""Progress of a run and human-readable numbers. Units follow the paper: GB = 1e9 bytes."""
 
 import collections
 import contextlib
@@ -6,99 +6,53 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from datetime import timedelta
 
-import rich.box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
+from rich.progress import BarColumn, Progress, TextColumn
 
-Show = Callable[[int, float, float], None]  # with finished steps, loss and tokens per second
+WINDOW = 20  # steps over which a speed is measured
 # Controls but tab and newline, surrogates, and characters that reorder bidirectional text.
 _UNSAFE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 
 
-@contextlib.contextmanager
-def progress(total: int, *, start: int = 0, enabled: bool = True) -> Iterator[Show]:
-    """Shows step, loss, tokens per second and time left, as a bar or as lines.
+class Meter(contextlib.ExitStack):
+    """Measures the speed, and shows step, loss, tokens per second and time left.
 
-    Where stdout is not a terminal (a file, a pipe, a batch job), a plain line is printed about
-    every tenth of the run. Call the function that it yields after each step. A resumed run has
-    `start` steps already; all processes except the first are not `enabled`.
+    It is a bar, or where stdout is not a terminal (a file, a pipe, a batch job) a plain line about
+    every tenth of the run. A resumed run has `start` steps already; all processes except the first
+    are not `enabled`.
     """
-    if not enabled:
-        yield lambda step, loss, tokens_per_second: None
-    elif not sys.stdout.isatty() or Console().is_dumb_terminal:
-        yield _lines(total, start)
-    else:
-        columns = (
-            TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns) as bar:
-            task = bar.add_task("", total=total, completed=start)
 
-            def show(step: int, loss: float, tokens_per_second: float) -> None:
-                if not bar.tasks[task].description:  # the first step included compilation
-                    bar.reset(task, completed=step)
-                text = f"loss {loss:.4f}  {human_count(tokens_per_second)} tokens/s"
-                bar.update(task, completed=step, description=text)
+    def __init__(self, total: int, tokens: int, *, start: int = 0, enabled: bool = True):
+        super().__init__()
+        self._total, self._tokens, self._printed = total, tokens, start
+        has_bar = enabled and sys.stdout.isatty() and not Console().is_dumb_terminal
+        self._prints = enabled and not has_bar
+        bar = Progress(BarColumn(16), TextColumn("{task.description}"), disable=not has_bar)
+        self._bar = self.enter_context(bar)
+        self._task = bar.add_task("", total=total, completed=start)
+        self._times = collections.deque([time.monotonic()], WINDOW + 1)
 
-            yield show
-
-
-def _lines(total: int, start: int) -> Show:
-    began: tuple[int, float] | None = None  # after the first step, which includes compilation
-
-    def show(step: int, loss: float, tokens_per_second: float) -> None:
-        nonlocal start, began
-        begin, since = began = began or (step, time.monotonic())
-        if step * 10 // total <= start * 10 // total:
-            return
-        start = step
-        text = f"step {step}/{total}  loss {loss:.4f}  {human_count(tokens_per_second)} tokens/s"
-        if step > begin:
-            left = round((time.monotonic() - since) / (step - begin) * (total - step))
-            text += f"  {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
-        print(text, flush=True)
-
-    return show
-
-
-class Speed:
-    """Tokens per second over the last `window` steps, without pauses."""
-
-    def __init__(self, tokens_per_step: int, window: int = 20) -> None:
-        self.tokens_per_step = tokens_per_step
-        self._times = collections.deque([time.monotonic()], window + 1)
-
-    def tick(self) -> float:
-        """Records the end of a step; returns tokens per second."""
+    def step(self, number: int, loss: float) -> float:
+        """Shows a step that is done; returns tokens per second without pauses."""
         self._times.append(time.monotonic())
-        elapsed = self._times[-1] - self._times[0]
-        return self.tokens_per_step * (len(self._times) - 1) / max(elapsed, 1e-9)
+        elapsed = max(self._times[-1] - self._times[0], 1e-9)
+        rate = self._tokens * (len(self._times) - 1) / elapsed
+        left = timedelta(seconds=round((self._total - number) * self._tokens / rate))
+        text = f"step {number}/{self._total}  loss {loss:.4f}  {human_count(rate)} tokens/s"
+        text += f"  {left} left"
+        self._bar.update(self._task, completed=number, description=text)
+        if self._prints and number * 10 // self._total > self._printed * 10 // self._total:
+            self._printed = number
+            print(text, flush=True)
+        return rate
 
     def restart(self) -> None:
-        """Discards earlier steps, after a compilation or an evaluation."""
+        """Leaves earlier steps out of the speed, after a compilation or an evaluation."""
         self._times.clear()
         self._times.append(time.monotonic())
-
-
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Prints a table to stdout, numbers right-aligned; not truncated in a file."""
-    table = Table(title=Text(title, "bold"), box=rich.box.SIMPLE_HEAD, title_justify="left")
-    for number, column in enumerate(columns):
-        table.add_column(Text(column), justify="right" if number else "left")
-    for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
-    console = Console()
-    if not console.is_terminal:
-        wide = Console(width=10_000)
-        console = Console(width=max(console.width, wide.measure(table).maximum))
-    console.print(table)
 
 
 def human_bytes(n: float) -> str:

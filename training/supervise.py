@@ -1,16 +1,17 @@
-"""Process supervisor for one machine: starts the processes of a run and restarts them on failure.
+"""Process supervisor for one machine, and the signals and exit codes of runs.
 
     python train.py --supervise 4 --output-dir runs/long ...
 
-runs `python train.py --num-processes 4 ...` in four processes. When one dies, the others end by
-themselves (`zero_jax.Watchdog`), and the run resumes from its last checkpoint in the remaining
-processes. A run that ended on purpose is not restarted: an invalid setting, non-finite gradients, a
-signal or `--max-hours`. The processes end with the supervisor, even if it is killed. On a cluster
-the scheduler does this.
+starts that command in four processes, which join. When one dies, the others end by themselves
+(`zero_jax.Watchdog`), and the run resumes from its last checkpoint in the remaining processes. A
+run that ended on purpose is not restarted: an invalid setting, non-finite gradients, a signal or
+`--max-hours`. The processes end with the supervisor, even if it is killed. On a cluster the
+scheduler does this. Imports nothing of JAX, which takes seconds.
 """
 
 import collections
 import contextlib
+import ctypes
 import math
 import os
 import random
@@ -19,15 +20,39 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
 
-from training import orphans
-from training.preemption import CODES, FAILED, INTERRUPTED, RESUMABLE, signals_to
-
+# Exit codes.
+FAILED = 1  # gradients were not finite too often; a restart would not help
 WRONG = 2  # an invalid setting
-# Exit codes of runs that ended on purpose, the most important first.
+NOT_JOINED = 69  # EX_UNAVAILABLE: the processes did not find each other
+RESUMABLE = 75  # EX_TEMPFAIL: the same command resumes
+INTERRUPTED = 130  # of a shell's Ctrl-C
+# Those of runs that ended on purpose, the most important first.
 ON_PURPOSE = (WRONG, FAILED, INTERRUPTED, RESUMABLE)
+# Signals that a run and its supervisor handle. SLURM warns by `--signal=USR1@120`.
+CODES = {signal.SIGINT: INTERRUPTED}
+CODES |= dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1), RESUMABLE)
+VARIABLE = "ZERO_JAX_SUPERVISOR"  # process id of the supervisor, in the environment of its children
 _LONGEST_WAIT = 60.0
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def handled() -> list[signal.Signals]:
+    """Returns the signals that a run handles; not SIGHUP where nohup has it ignored."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in CODES if not (ignored and number == signal.SIGHUP)]
+
+
+@contextlib.contextmanager
+def signals_to(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Calls `handler` for the signals that a run handles, within the block."""
+    with contextlib.ExitStack() as restored:
+        for number in handled():
+            restored.callback(signal.signal, number, signal.signal(number, handler))
+        yield
 
 
 def supervise(
@@ -105,7 +130,7 @@ def _run(command: Sequence[str], count: int, grace: float) -> tuple[list[int], i
     """
     names = ("--coordinator-address", free_address(), "--num-processes", str(count), "--process-id")
     flags = [(*names, str(rank)) for rank in range(count)] if count > 1 else [()]
-    environment = {**os.environ, orphans.VARIABLE: str(os.getpid())}
+    environment = {**os.environ, VARIABLE: str(os.getpid())}
     processes: list[subprocess.Popen[bytes]] = []
     received: list[int] = []  # signals
     forwarded, end = 0, math.inf
@@ -118,9 +143,9 @@ def _run(command: Sequence[str], count: int, grace: float) -> tuple[list[int], i
                 )
                 processes.append(process)
             while any(p.poll() is None for p in processes) and time.monotonic() <= end:
-                while forwarded < len(received):
+                for number in received[forwarded:]:
                     for process in processes:
-                        process.send_signal(received[forwarded])
+                        process.send_signal(number)
                     forwarded += 1
                 if end == math.inf and any(p.poll() not in (None, 0) for p in processes):
                     end = time.monotonic() + grace
@@ -133,3 +158,20 @@ def _run(command: Sequence[str], count: int, grace: float) -> tuple[list[int], i
                 process.wait()
     asked = max((CODES[signal.Signals(number)] for number in received), default=0)
     return [p.returncode for p in processes], lost, asked
+
+
+def end_with_supervisor() -> None:
+    """Makes the kernel kill this process when its supervisor dies; no effect without one.
+
+    A supervisor that is killed (kill -9, out of memory) cannot end its children itself. They would
+    train on, and hold the lock of the run's folder against the next start. On systems other than
+    Linux they still do.
+    """
+    supervisor = os.environ.get(VARIABLE)
+    if supervisor is None or sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != int(supervisor):  # it ended before the kernel knew
+        os.kill(os.getpid(), signal.SIGKILL)

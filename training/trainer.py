@@ -14,12 +14,12 @@ from jax.experimental import multihost_utils
 
 import zero_jax
 from training import corpus, optimizers
-from training.config import Config, mesh_sizes, resolve
+from training.config import Config, resolve
 from training.corpus import Corpus
 from training.multiprocess import say, together
 from training.packing import LOOK
 from zero_jax import interchange
-from zero_jax.commands.settings import ROW
+from zero_jax.commands.settings import ROW, mesh_sizes
 from zero_jax.hlo import targets
 from zero_jax.interchange import peft
 from zero_jax.low_bit.state import FP32, kind_of
@@ -73,8 +73,7 @@ def load(config: Config) -> RunPlan:
 class Trainer:
     """The model, optimizer and train step of a run; `init` allocates parameters.
 
-    Raises:
-        ValueError: The mesh or the batch does not fit the devices.
+    Raises ValueError if the mesh or the batch does not fit the devices.
     """
 
     def __init__(self, plan: RunPlan) -> None:
@@ -109,14 +108,12 @@ class Trainer:
 
     def _check_batch(self) -> None:
         batch, parts = self.plan.config.global_batch_size, self.plan.config.grad_accum_steps
-        devices = mesh.batch_shards(self.mesh)
-        unit = devices * parts
+        unit = (devices := mesh.batch_shards(self.mesh)) * parts
         if batch % unit:
-            below = batch // unit * unit
-            sizes = f"{below} or {below + unit}" if below else f"{unit}"
+            sizes = [size for size in (batch // unit * unit, -(-batch // unit) * unit) if size]
             raise ValueError(
                 f"--global-batch-size {batch} must be a multiple of {devices} devices x "
-                f"{parts} micro-batches = {unit}: use {sizes}"
+                f"{parts} micro-batches = {unit}: use {' or '.join(map(str, sizes))}"
             )
 
     def _step_of(self, zero: zero_jax.Zero) -> tuple[Any, ...]:
@@ -135,19 +132,16 @@ class Trainer:
         return zero.plan(*self._step_of(zero), has_aux=self.model.routes, compile=compile)
 
     def shapes(self) -> PyTree:
-        """Returns the full parameters as `ShapeDtypeStruct`; not allocated."""
+        """Returns the full parameters as `ShapeDtypeStruct`."""
         return jax.eval_shape(self.model.make, self._key)
 
     @functools.cached_property
     def _abstract(self) -> PyTree:
-        """The sharded parameters; not allocated."""
+        """The sharded parameters as `ShapeDtypeStruct`."""
         return self.zero.eval_shape(self.model.make, self._key)
 
     def like(self, saved: Mapping[str, Any]) -> States:
-        """Returns the abstract state of a checkpoint with its shardings; allocates files only.
-
-        `saved` has the settings of the run that saved it.
-        """
+        """Returns the abstract states of a checkpoint of a run with the settings `saved`."""
         states = saved.get("optimizer_state_dtype", FP32)
         if self.zero.config.offload.in_files:
             if states != FP32:
@@ -180,9 +174,9 @@ class Trainer:
             return self.zero.init(self.model.make, self._key)
         if adapted is None:
             return self._read(self._abstract)
-        shapes = jax.eval_shape(self.model.own)
         alone = self.zero.replace(frozen=None)
         if config.lora_init_from is None:
+            shapes = jax.eval_shape(self.model.own)
             return self._base() | alone.init(lambda: {"lora": adapted.new(shapes)})
         given = peft.load_adapter(config.lora_init_from, self.model.config)
         if set(given) != set(adapted.targets):
@@ -202,7 +196,7 @@ class Trainer:
     def _read(self, like: PyTree, *, rounded: bool = False) -> PyTree:
         """Reads the weights of --init-from; an error in one process is raised in all."""
         assert self.plan.config.init_from is not None
-        with together({}, "weights"):
+        with together("weights"):
             weights = interchange.load(self.plan.config.init_from, like, rounded=rounded)
         return weights
 
@@ -212,9 +206,9 @@ class Trainer:
             return states
         return {"lora": states[0]["lora"]}, states[1]
 
-    def full_states(self, kept: States) -> States:
+    def full_states(self, saved: States) -> States:
         """Returns full states from those of a checkpoint; converts the optimizer state dtype."""
-        params, state = kept
+        params, state = saved
         if self.model.adapted is not None:
             params = self._base() | params
         before, states = kind_of(state.inner), self.zero.config.optimizer_state_dtype
@@ -225,8 +219,7 @@ class Trainer:
 
     def batches(self, place: Any = None) -> Iterator[tuple[tuple[jax.Array, ...], Any]]:
         """Yields global batches from a position in the data on, and the position after each."""
-        share = zero_jax.batch_share(self.mesh)
-        for rows, after in self.plan.corpus.batches(place, *share):
+        for rows, after in self.plan.corpus.batches(place, *zero_jax.batch_share(self.mesh)):
             yield zero_jax.global_batch(self.mesh, rows), after
 
     def gather_place(self, place: Any) -> Any:
@@ -248,10 +241,7 @@ class Trainer:
         max_batches: int | None = None,
         each: Callable[[int], Any] = lambda done: None,
     ) -> float:
-        """Returns the held-out loss in nats per token, exact for any number of batches.
-
-        `each` is called after each batch with the number of finished batches.
-        """
+        """Returns the held-out loss in nats per token; calls `each` with the finished batches."""
         rows = self.plan.corpus.held_out(*zero_jax.batch_share(self.mesh), max_batches)
         means = (self._mean_loss(params, zero_jax.global_batch(self.mesh, row)) for row in rows)
         total = weights = 0.0
@@ -269,11 +259,9 @@ class Trainer:
         config, adapted = self.plan.config, self.model.adapted
         alone = jax.tree.map(lambda x: x.addressable_data(0), params)
         model = self.model.model(alone if adapted is None else jax.jit(adapted.merged)(alone))
-        given = jnp.asarray(prompt, jnp.int32)
-        made = generate.generate(
-            *(model, given, config.sample_tokens, self._key), self.plan.corpus.temperature
-        )
-        return self.plan.corpus.show(np.asarray(made), prompt.size)
+        own = (jnp.asarray(prompt, jnp.int32), config.sample_tokens, self._key)
+        tokens = generate.generate(model, *own, self.plan.corpus.temperature)
+        return self.plan.corpus.show(np.asarray(tokens), prompt.size)
 
 
 def one_late(results: Iterable[T]) -> Iterator[T]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import math
 import os
 import re
@@ -22,11 +23,12 @@ from small_runs import HERE, TINY, folder, metrics, start
 
 from training import main as program
 from training import show
-from training.config import Config, as_yaml, flag, parse
+from training.config import Config, as_yaml, parse
 from training.memory import lack_of_room
-from training.preemption import Stop, Stopped
-from training.show import Speed, human_bytes, human_count, progress
+from training.preemption import Stop
+from training.show import Meter, human_bytes, human_count
 from zero_jax.commands import plan
+from zero_jax.commands.command_line import flag
 
 __all__ = ["folder"]  # a fixture
 # Flags that a command of the plan lacks.
@@ -35,31 +37,33 @@ LACKING |= {"meshes": "--latencies --json --plot"}
 
 
 def test_progress_in_a_file_is_a_plain_line_every_tenth(capsys, monkeypatch):
-    with progress(200, start=100) as show, progress(2, enabled=False) as silent:
-        silent(2, loss=1.0, tokens_per_second=1.0)
+    monkeypatch.setattr(show.time, "monotonic", itertools.count().__next__)
+    with Meter(200, 24_600, start=100) as meter, Meter(2, 10, enabled=False) as silent:
         for step in range(101, 201):
-            show(step, loss=2.5, tokens_per_second=12345)
+            silent.step(2, 1.0)  # in the second between
+            meter.step(step, 2.5)
     out = capsys.readouterr().out.splitlines()
     assert len(out) == 5 and all(line.isprintable() for line in out)
-    assert out[0].startswith("step 120/200  loss 2.5000  12.3K tokens/s")
+    assert out[0].startswith("step 120/200  loss 2.5000  12K tokens/s")
     assert out[-1].endswith("0:00:00 left")
     screen = io.StringIO()  # and a bar on a terminal
     screen.isatty = lambda: True
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
-    with progress(4) as show:
-        show(4, loss=2.5, tokens_per_second=5e6)
+    with Meter(4, 5_000_000) as meter:
+        meter.step(4, 2.5)
     assert all(x in screen.getvalue() for x in ("step 4/4", "loss 2.5000  5M tokens/s", "\x1b["))
 
 
 def test_speed_and_numbers_are_rounded_and_full_parameters_need_room(monkeypatch):
     now = iter([0, 10, 20, 21, 22, 1022, 1024])
     monkeypatch.setattr(show.time, "monotonic", lambda: next(now))
-    speed = Speed(tokens_per_step=100, window=2)
-    assert [speed.tick() for _ in range(4)] == [10, 10, 200 / 11, 100]
-    speed.restart()  # after a pause
-    assert speed.tick() == 50
+    monkeypatch.setattr(show, "WINDOW", 2)
+    meter = Meter(5, 100)
+    assert [meter.step(n, 1.0) for n in (1, 2, 3, 4)] == [10, 10, 200 / 11, 100]
+    meter.restart()  # after a pause
+    assert meter.step(5, 1.0) == 50
     # 7.5e9 parameters at 16 bytes, Figure 1 of the paper: 120 GB, and 1.9 GB on 64 devices.
     numbers = (7.5e9 * 16, 7.5e9 * 16 / 64, 0, 512, 999.9)
     assert [human_bytes(n) for n in numbers] == ["120 GB", "1.88 GB", "0 B", "512 B", "1 kB"]
@@ -155,26 +159,15 @@ def test_a_run_is_repeated_from_its_config_yaml(folder, shared):
     assert as_yaml(Config(**start, export_dir="DIR", output_dir="DIR")) == as_yaml(Config())
 
 
-def test_the_command_that_resumes_has_the_flags_that_still_hold():
-    given = "--resume-step=6 --resume --max-steps 9 --coordinator-address h:1 --num-processes 4"
-    for words, on in (
-        ("--resume-step 6 --lr 0.1 --output-dir a b --no-resume", "--lr 0.1 --output-dir a b"),
-        (f"{given} --process-id=0", "--max-steps 9 --output-dir runs/001"),
-        ("--config a.yaml --no-resume", "--config a.yaml --resume --output-dir runs/001"),
-    ):  # fmt: skip
-        said = Stopped(130, Path("runs/001"), 37).said(words.split())
-        assert said.endswith(f"\npython train.py {on}")
-
-
 COMMANDS = [  # and what is said
     ("--data nowhere.txt", "nowhere.txt"), ("--global-batch-size 12", "batch-size 12|8 or 16"),
     ("--data empty.txt", "empty.txt"), ("--paper-config c1 --remat dots", "c1|--stage|--remat"),
     ("--data ids.npy", "token 256|--vocab-size 300"), ("--max-steps 4 --profile", "file|steps 4"),
     ("--seq-len 500", "4320|480|501|--seq-len"), ("--model nanno", "'nanno'|'nano'"),
     ("--vocab-size 100", "[0, 100)|--vocab-size 120"), ("--offload activations", "remat`='none'"),
-    ("--optimizer adam", "'adam'|adamw"), ("--warmup-steps 4", "--warmup-steps 4|--max-steps 4"),
-    ("--compute-dtype bf61", "'bf61'|bf16"), ("--stage auto", "memory_limit"),
-    ("--reduce-dtype fp16", "'fp16'|bf16"), ("--remat partitioned", "partitioned|--mesh model=2"),
+    ("--optimizer adam", "'adam'|'adamw'"), ("--warmup-steps 4", "--warmup-steps 4|--max-steps 4"),
+    ("--compute-dtype bf61", "'bf61'|'bf16'"), ("--stage auto", "memory_limit"),
+    ("--reduce-dtype fp16", "'fp16'|bf16"), ("--remat block@partitioned", "partitioned|model=2"),
     ("--stage 4", "--stage|'4'"), ("--paper-config c6", "'c6'"), ("--output-dir=", "--output-dir"),
     pytest.param("--stage auto --memory-limit 1000", "smallest", marks=pytest.mark.slow),
     ("--memory-limit 1e9", "--memory-limit 1e9|--stage auto"), ("--process-id 0", "process_id=0"),
@@ -230,7 +223,6 @@ def test_errors_have_exit_codes(monkeypatch, capsys, raised, processes, ended, s
 ROOT = Path(__file__).parents[2]
 HANGS = """
 import concurrent.futures, time, jax, training.preemption
-training.preemption._PATIENCE = 1.0
 with training.preemption.Stop(jax.sharding.Mesh(jax.devices(), ("data",))) as stop:
     # As documents.py reads: a thread, which the end of its block waits for.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:

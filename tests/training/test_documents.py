@@ -6,6 +6,7 @@ import math
 import os
 import re
 import tracemalloc
+import unittest.mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from safetensors.numpy import save_file
 
 import zero_jax
 from training import byte_tokenizer, data_files, saving
-from training.config import Config, flag
+from training.config import Config
 from training.corpus import sources_of
 from training.data_files import DataChanged, TokenFile
 from training.documents import Documents, Source
@@ -22,6 +23,7 @@ from training.records import Records
 from training.saving import REFUSE, WARN, RunRecord, Saver, changed_contents, check_settings
 from training.text import Text, Tokens, load_tokens
 from training.tokenizer import Tokenizer
+from zero_jax.commands.command_line import flag
 
 
 @pytest.fixture(scope="session")
@@ -470,6 +472,8 @@ def test_settings_that_change_the_state_are_refused_by_flag_and_others_are_free(
 def test_the_weights_of_a_frozen_base_are_compared_not_its_path(tmp_path):
     def checksum(name, value, files=("model",)):
         (tmp_path / name).mkdir()
+        index = {"weight_map": {file: f"{file}.safetensors" for file in files}}
+        (tmp_path / name / "model.safetensors.index.json").write_text(json.dumps(index))
         for file in files:
             save_file({"w": np.full(9, value, np.float32)}, tmp_path / name / f"{file}.safetensors")
         return saving.base_checksum(Config(init_from=str(tmp_path / name), lora_rank=4))
@@ -492,4 +496,5 @@ def test_a_checkpoint_that_train_py_did_not_write_is_named(tmp_path):
         with pytest.raises(ValueError, match="--output-dir.* train.py .*step 1"):
             saving.check_resume(Config(output_dir=str(tmp_path / f"{at}")), RunRecord({}, {}, {}))
     with pytest.raises(ValueError, match="--resume-step 3"):
-        Saver(Config(resume_step=3), tmp_path, RunRecord({}, {}, {}))
+        trainer = unittest.mock.Mock(out=tmp_path, **{"plan.config": Config(resume_step=3)})
+        Saver(trainer, RunRecord({}, {}, {}))

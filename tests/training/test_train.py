@@ -31,11 +31,12 @@ from training import byte_tokenizer, export, generate, memory, optimizers, repor
 from training.config import Config, parse, resolve
 from training.main import main
 from training.plan import by_stage, start_event
-from training.preemption import FAILED, RESUMABLE, Stop
+from training.preemption import Stop
 from training.run import routing
 from training.run_folder import RunFolder
 from training.saving import RunRecord, check_resume
 from training.show import human_bytes
+from training.supervise import FAILED, RESUMABLE
 from training.trainer import Trainer, load
 from zero_jax import Zero, abstract_mesh
 from zero_jax.checkpoint.manifest import Manifest
@@ -65,7 +66,7 @@ def done(first_run, folder, shared):
 
 def test_a_run_says_what_it_will_do_and_writes_metrics_checkpoints_page_and_model(first_run):
     home, said = first_run
-    order = ["data 8", "bytes per device on 8", "stage 0", "stage 3, this run", "between"]
+    order = ["data 8", "bytes per device on data 8", "stage 0", "stage 3, this run", "between"]
     order += ["Predicted peak", "4 steps are ", "step 2/4", "step 4/4"]
     order += ["nats per byte", "unigram", "bigram", "sample:", runs.TEXT[-240:][:16]]
     assert order == sorted(order, key=said.index)
@@ -248,8 +249,8 @@ def test_optimizers_are_the_planned_ones_clip_decay_matrices_and_name_another_co
     said = optimizers.rescheduled(config, before, 6)
     words = "--max-steps 10", "--max-steps 6", "is 0.55 instead of 0.1", "--lr 0.182"
     assert all(x in said for x in words), "at --lr 0.182 the next step has the former rate"
-    assert optimizers.rescheduled(config, before, 1) is None
-    assert optimizers.rescheduled(config, before | {"max_steps": 10}, 6) is None
+    assert not optimizers.rescheduled(config, before, 1)
+    assert not optimizers.rescheduled(config, before | {"max_steps": 10}, 6)
     # The planned step has the same state and the same operations, at whatever rate.
     constant = optax.constant_schedule
     monkeypatch.setattr(optimizers, "rate", lambda config: constant(config.learning_rate))
