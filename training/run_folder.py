@@ -1,12 +1,9 @@
 """The folder of a run: `RunLog` writes it during training, `RunFolder` reads it at any time.
 
-A folder holds `config.json`; `metrics.jsonl`, one JSON object per line, flushed at once so that a
-killed run keeps all of them; `events.jsonl`, starts, checkpoints and ends; TensorBoard files;
-and `loss.png` and `report.html`, written at the end from the others. JSON has no NaN: a
-non-finite number is null. Losses are in nats per token, or per byte without a tokenizer.
-
-The last line of a file may be incomplete. A run that resumed repeats the steps after its
-checkpoint: the last line of a step counts.
+`metrics.jsonl` has one JSON object per line, flushed at once so that a killed run keeps all of
+them, but perhaps the last. A resumed run repeats the steps after its checkpoint: the last line of a
+step counts. JSON has no NaN: a non-finite number is null. Losses are in nats per token, or per byte
+without a tokenizer.
 """
 
 import contextlib
@@ -14,7 +11,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -32,15 +29,10 @@ COMPILED, CHECKPOINTS, PAGE = "compiled.json", "checkpoints", "report.html"
 
 
 class RunLog(contextlib.AbstractContextManager["RunLog"]):
-    """Writes the folder of a run.
+    """Writes the folder of a run, which it creates; nothing if not `enabled`.
 
-    Args:
-        out_dir: Folder of the run; created if missing.
-        config: Settings of this start, nested; `str` converts types that JSON lacks.
-        enabled: False writes nothing; for all processes except the first.
-        resume: Appends to a folder that holds a run. Without it such a folder is an error, and
-            unchanged. A changed config keeps the earlier one as `config.1.json`, and so on.
-        wandb: Project of Weights & Biases.
+    A folder that holds a run is an error, and unchanged, unless `resume` is True. A changed config
+    keeps the earlier one as `config.1.json`, and so on. `wandb` is a project of Weights & Biases.
     """
 
     def __init__(
@@ -62,19 +54,15 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
                 files.callback(os.close, locked(self.out_dir, "metrics"))
                 resumed = metrics.exists() and metrics.stat().st_size > 0
                 if resumed and not resume:
-                    raise ValueError(
-                        f"{self.out_dir} already holds the metrics of a run: use another "
-                        "--output-dir, or resume that run"
-                    )
+                    why = "already holds the metrics of a run: use another --output-dir"
+                    raise ValueError(f"{self.out_dir} {why}, or resume that run")
                 _write_config(self.out_dir, known)
                 self._metrics = files.enter_context(_open_lines(metrics))
                 self._events = files.enter_context(_open_lines(self.out_dir / EVENTS))
                 self._files = files.pop_all()
         except OSError as error:
-            raise ValueError(
-                f"{self.out_dir} can't be written: {error}. Give --output-dir a folder with write "
-                "permission, or a new name"
-            ) from error
+            way_out = "give --output-dir a folder with write permission, or a new name"
+            raise ValueError(f"{self.out_dir} can't be written: {error}; {way_out}") from error
         self._scalars: list[ScalarWriter] = [TensorBoard(self.out_dir / "tensorboard", resumed)]
         if wandb is not None:
             self._scalars.append(WeightsAndBiases(wandb, self.out_dir, known))
@@ -111,10 +99,10 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
                 scalars.close(failed)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
+        name, said = (None, "") if kind is None else (kind.__name__, f"{error}".partition("\n")[0])
         # A full disk must not replace the exception that ended the run.
-        with contextlib.suppress(*[OSError] * (kind is not None)):
+        with contextlib.suppress(OSError) if kind is not None else contextlib.nullcontext():
             try:
-                name, said = (kind.__name__, f"{error}".partition("\n")[0]) if kind else (None, "")
                 self.event("end", error=name, said=said)
             finally:
                 self.close(failed=kind is not None)
@@ -147,11 +135,15 @@ def _plain(value: Any) -> Any:
     return json.loads(plain, parse_constant=lambda _: None)
 
 
+def _configs(folder: Path) -> Iterator[Path]:
+    """Yields the paths of settings of earlier starts, and free ones after them."""
+    return (folder / f"config.{number}.json" for number in itertools.count(1))
+
+
 def _write_config(folder: Path, config: Line) -> None:
     text, path = json.dumps(config, indent=2) + "\n", folder / CONFIG
     if path.exists() and path.read_text(encoding="utf-8") != text:
-        free = (folder / f"config.{number}.json" for number in itertools.count(1))
-        path.rename(next(path for path in free if not path.exists()))
+        path.rename(next(path for path in _configs(folder) if not path.exists()))
     path.write_text(text, encoding="utf-8")
 
 
@@ -176,7 +168,7 @@ class SavedStep(NamedTuple):
 
     step: int
     time: datetime | None  # end of the save; its start if the checkpoint is deleted
-    nbytes: int | None = None  # total size; None if the checkpoint is deleted
+    nbytes: int | None = None
     problem: str = "deleted"  # empty if it is complete
 
 
@@ -186,17 +178,13 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = path = Path(path)
         if not any((path / name).is_file() for name in (METRICS, CONFIG)):
-            raise ValueError(
-                f"{path} has neither {METRICS} nor {CONFIG}: give the folder of a run, such as "
-                "runs/001"
-            )
+            raise ValueError(f"{path} has no {METRICS}: give the folder of a run, such as runs/001")
         self.config = _object(path / CONFIG)  # settings of the latest start
-        earlier = (path / f"config.{number}.json" for number in itertools.count(1))
-        # Settings of earlier starts if different, oldest first.
-        self.earlier = [_object(path) for path in itertools.takewhile(Path.exists, earlier)]
+        earlier = itertools.takewhile(Path.exists, _configs(path))
+        self.earlier = [_object(path) for path in earlier]  # of starts before, oldest first
         self.steps, self.evaluations = _read_metrics(path / METRICS)  # lines, ascending
         self.events = _read_lines(path / EVENTS)  # starts, checkpoints and ends, oldest first
-        self.checkpoints = _checkpoints(path / CHECKPOINTS, self.events)  # includes deleted ones
+        self.checkpoints = self._checkpoints()  # includes deleted ones
         self.compiled = _object(path / COMPILED)  # memory of the step, if `--compile` wrote it
 
     @property
@@ -216,9 +204,22 @@ class RunFolder:
         lines = self.evaluations if name == "val_loss" else self.steps
         return [(line["step"], number(line[name])) for line in lines if name in line]
 
+    def named(self, event: str) -> list[Line]:
+        """Returns the events of a name, oldest first."""
+        return [e for e in self.events if e.get("event") == event]
+
     def last(self, event: str) -> Line:
         """Returns the latest event of a name; empty if there is none."""
-        return next((e for e in reversed(self.events) if e.get("event") == event), {})
+        return [{}, *self.named(event)][-1]
+
+    def _checkpoints(self) -> list[SavedStep]:
+        times = {event["step"]: when(event) for event in self.named("checkpoint")}
+        checkpoints = {step: SavedStep(step, time) for step, time in times.items()}
+        for step, path in step_folders(self.path / CHECKPOINTS).items():
+            seen = summary(path)
+            time = datetime.fromtimestamp(seen.seconds, UTC) if seen.seconds else times.get(step)
+            checkpoints[step] = SavedStep(step, time, seen.nbytes, "; ".join(seen.problems))
+        return [checkpoints[step] for step in sorted(checkpoints)]
 
 
 def _read_metrics(path: Path) -> tuple[list[Line], list[Line]]:
@@ -241,10 +242,10 @@ def _read_lines(path: Path) -> list[Line]:
     """Returns the objects of a file with one per line; none if there is no file."""
     if not path.is_file():
         return []
-    *texts, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
     # After the last newline a line is incomplete.
-    numbered = [(number, text) for number, text in enumerate(texts, 1) if text.strip()]
-    return [_json_object(text, f"{path}, line {number},") for number, text in numbered]
+    *texts, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    places = ((text, f"{path}, line {number},") for number, text in enumerate(texts, 1))
+    return [_json_object(text, where) for text, where in places if text.strip()]
 
 
 def number(value: Any) -> float:
@@ -285,13 +286,3 @@ def _json_object(text: str, where: str) -> Line:
     if not isinstance(value, dict):
         raise ValueError(f"{where} is not a JSON object: {text[:80]}")
     return value
-
-
-def _checkpoints(folder: Path, events: Sequence[Line]) -> list[SavedStep]:
-    times = {e["step"]: when(e) for e in events if e.get("event") == "checkpoint" and "step" in e}
-    checkpoints = {step: SavedStep(step, time) for step, time in times.items()}
-    for step, path in step_folders(folder).items():
-        seen = summary(path)
-        time = datetime.fromtimestamp(seen.seconds, UTC) if seen.seconds else times.get(step)
-        checkpoints[step] = SavedStep(step, time, seen.nbytes, "; ".join(seen.problems))
-    return [checkpoints[step] for step in sorted(checkpoints)]
