@@ -8,6 +8,7 @@ templates write a turn differently when others follow it.
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -81,20 +82,15 @@ def spans_of(
 ) -> list[list[Span]] | None:
     """Finds the spans of each answer in the text of a conversation; None if that is not certain.
 
-    Args:
-        messages: The conversation.
-        full_text: Its text.
-        blocks: Its {% generation %} blocks; None if the template has none. A template may write
-            several, or none, for an answer.
-        render: Returns the text of messages, with or without the generation prompt.
+    `blocks` are its {% generation %} blocks, several or none for an answer; None if the template
+    has none.
     """
     answers = answers_in(messages)
     if blocks is not None:
         # Where the text changes with an answer. A block after the last answer ends the
         # conversation, and one with several answers is of no certain one.
-        begins = [
-            common_prefix(full_text, render(_marked(messages, [at]), False)) for at in answers
-        ]
+        texts = (render(_marked(messages, [at]), False) for at in answers)
+        begins = [common_prefix(full_text, text) for text in texts]
         groups: list[list[Span]] = [[] for _ in answers]
         for block in blocks:
             if sum(block.start <= begin < block.end for begin in begins) > 1:
@@ -112,10 +108,9 @@ def spans_of(
         if not all(messages[at].get("tool_calls") for at in unwritten):
             return None
         if whole.text == full_text:
-            located = (_span(marked, at, whole, render) for at in answers)
-            groups = [[span] for span in located if span is not None]
-            if len(groups) == len(answers):
-                return groups
+            spans = [_span(marked, at, whole, render) for at in answers]
+            if None not in spans:
+                return [[span] for span in spans if span is not None]
     return None
 
 
@@ -160,13 +155,8 @@ def common_prefix(first: str, second: str) -> int:
     >>> common_prefix("<|end|>", "<|user|>")
     2
     """
-    if second.startswith(first):
-        return len(first)
-    low, high = 0, min(len(first), len(second))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if first[:middle] == second[:middle] else (low, middle - 1)
-    return low
+    sizes = range(1, min(len(first), len(second)) + 1)
+    return bisect.bisect_left(sizes, True, key=lambda size: first[:size] != second[:size])
 
 
 def _marked(messages: Messages, places: Sequence[int]) -> list[Message]:
@@ -183,11 +173,9 @@ def _marked(messages: Messages, places: Sequence[int]) -> list[Message]:
 
 def _unmarked(text: str) -> Marked:
     """Removes the marks of a text."""
-    first, *others = _MARK.split(text)  # each number is followed by the text after its mark
-    pieces, size = [first], len(first)
     places: dict[int, list[int]] = {}
-    for number, piece in zip(others[::2], others[1::2], strict=True):
-        places.setdefault(int(number), []).append(size)
-        pieces.append(piece)
-        size += len(piece)
-    return Marked("".join(pieces), {n: at[0] for n, at in places.items() if len(at) == 1})
+    removed = 0
+    for mark in _MARK.finditer(text):
+        places.setdefault(int(mark[1]), []).append(mark.start() - removed)
+        removed += len(mark[0])
+    return Marked(_MARK.sub("", text), {n: at[0] for n, at in places.items() if len(at) == 1})

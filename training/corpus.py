@@ -14,22 +14,13 @@ Corpus = Text | Documents
 _PIECE = 1 << 20  # characters that are tokenized at once
 
 
-def tokenizer_of(config: Config) -> Tokenizer | None:
-    """Returns the tokenizer of `--tokenizer` or else of the model's folder; None without one."""
-    if config.tokenizer is not None:
-        return Tokenizer(config.tokenizer)
-    if config.init_from is None or not has_tokenizer(Path(config.init_from)):
-        return None
-    return Tokenizer(config.init_from)
-
-
 def sources_of(data: str) -> list[tuple[Path, float]]:
     """Splits the value of `--data` into paths and weights, which must be numbers above 0.
 
     >>> sources_of("chat.jsonl=3,more=1")
     [(PosixPath('chat.jsonl'), 3.0), (PosixPath('more'), 1.0)]
     """
-    if Path(data).exists() or "=" not in data:
+    if data and (Path(data).exists() or "=" not in data):
         return [(Path(data), 1.0)]
     sources = []
     for part in data.split(","):
@@ -49,10 +40,13 @@ def sources_of(data: str) -> list[tuple[Path, float]]:
 
 def load(config: Config, vocab: int, seq: int) -> Corpus:
     """Loads the data of `--data` for rows of `seq` tokens and an embedding of `vocab` rows."""
-    tokenizer = tokenizer_of(config)
-    if tokenizer is not None:
+    folder, tokenizer = config.tokenizer, None
+    if folder is None and config.init_from is not None and has_tokenizer(Path(config.init_from)):
+        folder = config.init_from
+    if folder is not None:
+        tokenizer = Tokenizer(folder)
         tokenizer.check_fits(vocab)
-    lacks = f"--init-from {config.init_from} has no tokenizer.json"
+    lacks = f"--init-from {config.init_from} has no tokenizer.json: " if config.init_from else ""
     paths = [] if config.data is None else sources_of(config.data)
     texts = [path for path, _ in paths if not is_documents(path)]
     if texts and len(paths) > 1:
@@ -64,14 +58,13 @@ def load(config: Config, vocab: int, seq: int) -> Corpus:
         corpus = load_tokens(config.data, vocab)
         if corpus.byte_level and tokenizer is not None:
             corpus = _tokenized(corpus, tokenizer)
-        elif corpus.byte_level and config.init_from is not None and vocab != 256:
-            raise ValueError(f"{lacks}, which --data of text needs: give --tokenizer DIR")
+        elif corpus.byte_level and lacks and vocab != 256:
+            raise ValueError(f"{lacks}--data has text, which needs it: give --tokenizer DIR")
         return Text(corpus, seq, config.global_batch_size, config.seed, tokenizer)
     if tokenizer is None:
         raise ValueError(
-            (f"{lacks}: " if config.init_from else "")
-            + f"--data {config.data} has documents, which need a tokenizer: give --init-from DIR "
-            "of a model with a tokenizer, or --tokenizer DIR"
+            f"{lacks}--data {config.data} has documents, which need a tokenizer: give --init-from "
+            "DIR of a model with a tokenizer, or --tokenizer DIR"
         )
     return Documents(
         [Source(Records(path), weight) for path, weight in paths],

@@ -12,26 +12,20 @@ to a temporary folder.
 """
 
 import array
+import contextlib
+import copy
 import functools
 import json
-import os
+import re
 import shutil
 import tempfile
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from training.data_files import (
-    DataChanged,
-    check_regular,
-    checksum,
-    difference,
-    files_in,
-    open_regular,
-    reopen,
-)
+from training.data_files import DataChanged, checksum, files_in, open_regular, reopen
 
 Record = Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -39,36 +33,45 @@ Messages = Sequence[Message]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 LINES = (".jsonl", ".ndjson", ".jsonlines", ".jl")
 TABLE = ".parquet"
-COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")  # of lines; pyarrow reads them
+COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}  # names in pyarrow
 # Formats with text that is not read; a small file of some could pass for text.
-UNREAD = (
+UNREAD = {
     *(".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".xlsx", ".xls", ".ods", ".sqlite"),
     *(".db", ".pkl", ".docx", ".doc", ".odt", ".pdf", ".epub", ".zip", ".tar", ".tgz", ".xz"),
+    *COMPRESSED,
+}
+# The beginning of two JSON objects, or of a list of documents.
+_JSON = re.compile(
+    rb'(?:\xef\xbb\xbf)?\s*(?:\{\s*".*?\}\s*\{\s*"|\[\s*\{.*?"(?:text|messages|prompt)"\s*:)',
+    re.DOTALL,
 )
+_HEAD = 1 << 24  # bytes of a file that are searched for them
 _COLUMNS = ("text", "messages", "prompt", "completion", "tools", "chat_template_kwargs")
 _FLAGS = ("weight", "train", "training")  # of a message: 0 or false leaves it out of the loss
 _RENAMED = {"functions": "tools", "function_call": "tool_calls", "train_detail": "train"}
 _AT_ONCE = 1024  # rows of a table
-_HEAD = 1 << 24  # bytes of a file that are searched for documents under another name
 
 
 def is_documents(path: Path) -> bool:
     """Returns True if a file, or all files of a folder, are named as documents.
 
     Raises:
+        FileNotFoundError: The path does not exist.
         ValueError: A folder has documents and other files; or a file has documents or tables under
             another name, so that it would be learned as text with its braces and commas.
-
-    >>> is_documents(Path("chat.JSONL")), is_documents(Path("book.txt"))
-    (True, False)
     """
-    files = _visible(path) if path.is_dir() else [path]
-    if files and files[0].exists() and all(file.suffix.lower() == ".json" for file in files):
-        raise ValueError(
-            f"{path} is JSON, which is unsupported: save each document as one line of a .jsonl "
-            f"file (json.dumps), or rename it {files[0].stem}.txt to train on it as text"
-        )
-    documents = [file for file in files if _is_document_file(file)]
+    files, documents = files_in(path), []
+    only_json = all(file.suffix.lower() == ".json" for file in files)
+    for file in files:
+        *_, before, last = ["", "", *(suffix.lower() for suffix in file.suffixes)]
+        if last in (*LINES, TABLE) or (before in LINES and last in COMPRESSED):
+            documents.append(file)
+        elif only_json or last in UNREAD or (last != ".txt" and _holds_documents(file)):
+            raise ValueError(
+                f"{file} is neither text nor documents: save documents as lines of JSON in .jsonl "
+                "(also .jsonl.gz) or in .parquet, with text, messages, or prompt and completion. "
+                f"Text is UTF-8: name it {file.stem}.txt"
+            )
     if documents and len(documents) < len(files):
         other = next(file for file in files if file not in documents)
         raise ValueError(
@@ -78,53 +81,9 @@ def is_documents(path: Path) -> bool:
     return bool(documents)
 
 
-def _is_document_file(path: Path) -> bool:
-    *_, before, last = ["", "", *(suffix.lower() for suffix in path.suffixes)]
-    if last in (*LINES, TABLE) or (before in LINES and last in COMPRESSED):
-        return True
-    if last in (*COMPRESSED, *UNREAD):
-        raise ValueError(
-            f"{path}: {path.suffix} files are unsupported. Save documents as .jsonl (also "
-            ".jsonl.gz) or .parquet, with the columns text, messages, or prompt and "
-            "completion; or text as .txt in UTF-8"
-        )
-    if last != ".txt" and path.is_file() and _holds_documents(path):
-        raise ValueError(
-            f"{path} holds JSON objects: rename it {path.stem}.jsonl to train on documents, "
-            f"one per line, or {path.stem}.txt to train on it as text"
-        )
-    return False
-
-
 def _holds_documents(path: Path) -> bool:
-    """Returns True if a file begins with two JSON objects, or with a list of documents."""
     with open_regular(path) as file:
-        if not file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")):
-            return False
-        file.seek(0)
-        head = file.read(_HEAD).decode("utf-8-sig", errors="replace").lstrip()
-    decoder = json.JSONDecoder()
-    try:
-        first, end = decoder.raw_decode(head.removeprefix("[").lstrip())
-        if head.startswith("["):
-            parse(first)
-            return True
-        second, _ = decoder.raw_decode(head[end:].lstrip())
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(first, dict) and isinstance(second, dict)
-
-
-def _visible(folder: Path) -> list[Path]:
-    return [path for path in files_in(folder) if not path.name.startswith(".")]
-
-
-class _Lines(NamedTuple):
-    """The lines of a file: the file itself, or their copy."""
-
-    path: Path
-    copy: Path
-    status: os.stat_result  # of the copy when it was indexed
+        return _JSON.match(file.read(_HEAD)) is not None
 
 
 class Records:
@@ -134,20 +93,16 @@ class Records:
         path: A file of lines, also compressed, a Parquet table, or a folder of such files.
 
     Raises:
-        FileNotFoundError: The path does not exist.
-        ValueError: A line is not a document (the message has file and line), there is no document
-            at all, or a file is not regular.
+        ValueError: A line is not a document (the message has file and line), or there is none.
+        OSError: The path does not exist, or a file is not regular.
     """
 
     def __init__(self, path: Path) -> None:
-        if not path.exists():
-            raise FileNotFoundError(f"{path} does not exist: check the path")
         self.name = path.resolve().name
-        self._files: list[_Lines] = []
+        self._files: list[tuple[Path, Path]] = []  # each with its lines: itself, or their copy
         self._file, self._start = array.array("I"), array.array("q")  # of each document
         self._number, self._sum = array.array("I"), array.array("I")
-        for file in _visible(path) if path.is_dir() else [path]:
-            check_regular(file)
+        for file in files_in(path):
             self._add(file)
         if not len(self):
             raise ValueError(f"{path} holds no documents; at least one is needed")
@@ -160,10 +115,10 @@ class Records:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             lines = folder / "lines"
             _copy_lines(path, lines)
+        self._files.append((path, lines))
         start = 0
         # Opened for each reading: a folder may have more files than a process may have open.
         with open_regular(lines) as file:
-            self._files.append(_Lines(path, lines, os.fstat(file.fileno())))
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     self._file.append(len(self._files) - 1)
@@ -181,13 +136,12 @@ class Records:
 
     def __getitem__(self, at: int) -> Record:
         """Reads a document; raises DataChanged if its line is not the one that was checked."""
-        lines = self._files[self._file[at]]
-        with reopen(lines.copy, self.where(at)) as file:
-            now = os.fstat(file.fileno())
+        _, lines = self._files[self._file[at]]
+        with reopen(lines, self.where(at)) as file:
             file.seek(self._start[at])
             line = file.readline()
         if zlib.crc32(line.strip()) != self._sum[at]:
-            raise DataChanged(self.where(at), difference(lines.status, now))
+            raise DataChanged(lines, self.where(at))
         record: Record = json.loads(line)
         return record
 
@@ -198,7 +152,7 @@ class Records:
 
     def where(self, at: int) -> str:
         """Returns file and line of a document."""
-        path = self._files[self._file[at]].path
+        path, _ = self._files[self._file[at]]
         unit = "row" if path.suffix.lower() == TABLE else "line"
         return f"{path}, {unit} {self._number[at]}"
 
@@ -206,33 +160,24 @@ class Records:
 def _copy_lines(path: Path, out: Path) -> None:
     """Writes the lines of a compressed file, or the rows of a table as lines of JSON."""
     suffix = path.suffix.lower()
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ValueError(
-            f"{path}: reading {suffix} requires pyarrow: pip install 'zero_jax[chat]'"
-        ) from error
-    try:
-        with out.open("wb") as lines:
+    import pyarrow  # of the extra `chat`, as the tokenizers
+    import pyarrow.parquet
+
+    with open_regular(path) as file, out.open("wb") as lines:
+        try:
             if suffix != TABLE:
-                name = {".gz": "gzip", ".zst": "zstd"}.get(suffix, suffix[1:])
-                with pyarrow.input_stream(str(path), compression=name) as packed:
+                with pyarrow.input_stream(file, compression=COMPRESSED[suffix]) as packed:
                     shutil.copyfileobj(packed, lines)
                 return
-            with pyarrow.parquet.ParquetFile(path) as table:
-                names = table.schema_arrow.names
-                columns = [name for name in _COLUMNS if name in names]
-                if not columns:
-                    raise ValueError(
-                        f"{path} has the columns {', '.join(map(repr, names[:20]))}: rename those "
-                        "of the documents to text, messages, or prompt and completion"
-                    )
+            with pyarrow.parquet.ParquetFile(file) as table:
+                # Without a known column all are read, so that the error shows the first row.
+                columns = [name for name in _COLUMNS if name in table.schema_arrow.names] or None
                 for batch in table.iter_batches(_AT_ONCE, columns=columns):
                     for row in batch.to_pylist():
-                        lines.write(json.dumps(_without_nulls(row)).encode() + b"\n")
-    except (pyarrow.ArrowException, TypeError, OSError) as error:
-        raise ValueError(f"{path} can't be read as {suffix}: {error}") from error
+                        line = json.dumps(_without_nulls(row), default=str)
+                        lines.write(line.encode() + b"\n")
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ValueError(f"{path} can't be read as {suffix}: {error}") from error
 
 
 def _without_nulls(value: object) -> object:
@@ -264,32 +209,34 @@ def parse(record: Any) -> Completion | Conversation:
     Traceback (most recent call last):
     ValueError: role 'usr' must be one of system, developer, user, assistant, tool
     """
-    if not isinstance(record, dict) or not {"text", "messages", "prompt"} & record.keys():
+    forms = {"text", "messages", "prompt"} & record.keys() if isinstance(record, dict) else ()
+    if not forms:
         raise ValueError(
             'a document must be an object with "text", with "messages", or with "prompt" and '
             f'"completion", and this is {_short(record)}'
         )
     prompt: Any = []
-    messages = record.get("messages")
-    if "messages" not in record:
-        if "prompt" not in record:
-            return Completion("", _text(record["text"], "text"))
-        prompt, messages = record["prompt"], record.get("completion")
-        if isinstance(prompt, str) and isinstance(messages, str):
-            return Completion(_text(prompt, "prompt"), _text(messages, "completion"))
-        if not (isinstance(prompt, list) and isinstance(messages, list) and prompt and messages):
-            raise ValueError(
-                '"prompt" and "completion" must be two texts, or two lists of messages'
-            )
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f'"messages" is {_short(messages)}: give a list of at least one message')
+    if "messages" in forms:
+        answer = record["messages"]
+    elif "prompt" in forms:
+        prompt, answer = record["prompt"], record.get("completion")
+        if isinstance(prompt, str) and isinstance(answer, str):
+            return Completion(_text(prompt, "prompt"), _text(answer, "completion"))
+    else:
+        return Completion("", _text(record["text"], "text"))
+    lists = isinstance(prompt, list) and isinstance(answer, list)
+    if not lists or not answer or not (prompt or "messages" in forms):
+        raise ValueError(
+            '"messages" must be a list of at least one message, and "prompt" and "completion" two '
+            f"texts, or two such lists; this is {_short(record)}"
+        )
     _check_renamed(record)
     options = _decoded(record, "chat_template_kwargs", dict)
-    if fixed := {"messages", "tools", "add_generation_prompt"} & set(options):
+    if fixed := {"messages", "tools", "add_generation_prompt"} & options.keys():
         raise ValueError(f'"chat_template_kwargs" can\'t have the key "{fixed.pop()}": remove it')
     if tools := _decoded(record, "tools", list):
         options = {**options, "tools": tools}
-    return Conversation([_message(item) for item in [*prompt, *messages]], len(prompt), options)
+    return Conversation([_message(item) for item in [*prompt, *answer]], len(prompt), options)
 
 
 def is_learned(message: Message) -> bool:
@@ -317,10 +264,11 @@ def _message(message: Any) -> Message:
     _check_renamed(message)
     known = {name: value for name, value in message.items() if value is not None}
     known["content"] = _text(known.get("content", ""), "content")
-    calls = _decoded(known, "tool_calls", list)
     known.pop("tool_calls", None)
-    if calls:
-        known["tool_calls"] = [_with_arguments(call, _as_object) for call in calls]
+    if calls := copy.deepcopy(_decoded(message, "tool_calls", list)):
+        known["tool_calls"] = calls
+        for function in functions([known]):
+            function["arguments"] = _decoded(function, "arguments", dict)
     return known
 
 
@@ -330,54 +278,24 @@ def _check_renamed(fields: Mapping[str, Any]) -> None:
             raise ValueError(f'"{name}" is unsupported: use "{other}"')
 
 
-def _with_arguments(call: Mapping[str, Any], form: Callable[[Any], Any]) -> Mapping[str, Any]:
-    """Changes the arguments of a call, {"function": {"name", "arguments"}} or its inner part."""
-    inner = call.get("function", call)
-    if not isinstance(inner, dict):
-        raise ValueError(f'"function" of a tool call is {_short(inner)}: give an object')
-    if inner.get("arguments") is None:
-        return call
-    inner = {**inner, "arguments": form(inner)}
-    return {**call, "function": inner} if "function" in call else inner
+def functions(messages: Messages) -> list[dict[str, Any]]:
+    """Returns the functions of all tool calls that have arguments, each with its name."""
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    called = [call.get("function", call) for call in calls]
+    if wrong := [each for each in called if not isinstance(each, dict)]:
+        raise ValueError(f'"function" of a tool call is {_short(wrong[0])}: give an object')
+    return [each for each in called if each.get("arguments") is not None]
 
 
-def _as_object(function: Mapping[str, Any]) -> Any:
-    return _decoded(function, "arguments", dict)
-
-
-def _as_text(function: Mapping[str, Any]) -> str:
-    return json.dumps(function["arguments"], ensure_ascii=False)
-
-
-def calls_as_text(messages: Messages) -> Messages:
-    """Returns the messages with arguments of tool calls as JSON text."""
-    return [
-        {**message, "tool_calls": [_with_arguments(x, _as_text) for x in message["tool_calls"]]}
-        if "tool_calls" in message
-        else message
-        for message in messages
-    ]
-
-
-def arguments_in(messages: Messages) -> list[Mapping[str, Any]]:
-    """Returns the arguments of all tool calls that have some."""
-    calls = [call for message in messages for call in message.get("tool_calls", [])]
-    return [x for call in calls if (x := call.get("function", call).get("arguments"))]
-
-
-def _decoded(fields: Mapping[str, Any], name: str, kind: type) -> Any:
+def _decoded(fields: Mapping[str, Any], name: str, kind: type[dict] | type[list]) -> Any:
     """Returns an object or a list of objects, or that of a JSON text; an empty one for none."""
-    empty: tuple[Any, ...] = (None, "")
-    if name != "arguments":  # elsewhere an empty value of any type is none
-        empty += ([], {}, 0)
-    value = decoded = None if fields.get(name) in empty else fields[name]
-    if isinstance(value, str):
-        try:
+    value = decoded = fields.get(name)
+    if isinstance(value, str) and value:
+        with contextlib.suppress(ValueError, RecursionError):
             decoded = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f'"{name}" is {_short(value)}, which is not JSON: {error}') from error
-    decoded = kind() if decoded is None else decoded
-    parts = decoded if kind is list and isinstance(decoded, list) else [decoded]
+    if decoded is None or decoded == "":
+        return kind()
+    parts = decoded if isinstance(decoded, list) else [decoded]
     if not isinstance(decoded, kind) or not all(isinstance(part, dict) for part in parts):
         form = "an object" if kind is dict else "a list of objects"
         raise ValueError(f'"{name}" is {_short(value)}: give {form}, or its JSON text')
@@ -387,13 +305,9 @@ def _decoded(fields: Mapping[str, Any], name: str, kind: type) -> Any:
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f'"{name}" is {_short(value)}, not a text')
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f'"{name}" has an unpaired surrogate ({error.reason})') from error
+    value.encode()  # raises ValueError for an unpaired surrogate
     return value
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return json.dumps(value)[:60]

@@ -39,10 +39,7 @@ class Renderer:
         self._exceeded: dict[str, int] = {}  # by template, conversations in a row beyond a limit
 
     def render(
-        self,
-        template: str,
-        messages: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
+        self, template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> tuple[str, list[tuple[int, int]] | None]:
         """Returns a conversation's text, and the places of its {% generation %} blocks.
 
@@ -50,25 +47,21 @@ class Renderer:
         template raises an error, takes more than 10 s or 1 GB, or did so for three conversations
         in a row: further ones are not tried.
         """
-        if self._exceeded.get(template, 0) >= TRIES:
+        exceeded = self._exceeded.get(template, 0)
+        if exceeded >= TRIES:
             raise TemplateError(
                 f"it exceeded {SECONDS} s or its memory limit for {TRIES} conversations in a row: "
                 "use another template"
             )
         marks = _GENERATION.search(template) is not None
-        request = {
-            **variables,
-            "chat_template": template,
-            "conversations": [messages],
-            "return_assistant_tokens_mask": marks,
-        }
+        request = {**variables, "chat_template": template, "conversations": [messages]}
+        request["return_assistant_tokens_mask"] = marks
         reply = self._request(json.dumps([SECONDS, request], default=str))
+        self._exceeded[template] = exceeded + 1 if "limit" in reply else 0
         if "limit" in reply:
-            self._exceeded[template] = self._exceeded.get(template, 0) + 1
             raise TemplateError(
                 f"it takes more than {reply['limit']} for one conversation: use another template"
             )
-        self._exceeded.pop(template, None)
         if "error" in reply:
             raise TemplateError(reply["error"])
         return reply["text"], [(start, end) for start, end in reply["blocks"]] if marks else None
@@ -93,7 +86,6 @@ class Renderer:
             [sys.executable, "-P", __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
             encoding="ascii",  # JSON with escapes
             start_new_session=True,
         )

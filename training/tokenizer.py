@@ -5,6 +5,7 @@ tokens that end their turns, the completion of a prompt, and all of a text. `tra
 locates the answers in the text of a template.
 """
 
+import copy
 import json
 import os
 import threading
@@ -13,25 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from training.answers import Span, answers_in, spans_of, tokens_in
+from training.answers import Integers, Span, answers_in, spans_of, tokens_in
 from training.data_files import checksum
+from training.packing import Ids, Mask
 from training.records import (
     Completion,
     Conversation,
     Messages,
     Record,
-    arguments_in,
-    calls_as_text,
+    functions,
     is_learned,
     parse,
 )
 from training.show import printable
 from training.templates import Renderer, TemplateError
 
-Ids = npt.NDArray[np.int32]
-Mask = npt.NDArray[np.bool_]
 Options = Mapping[str, Any]  # `tools` and other variables of a template
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # a tokenizer has one of them
 
@@ -60,24 +58,24 @@ class Tokenizer:
             self._backend: Any = transformers.AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
+            if not self._backend.is_fast:
+                raise ValueError("a slow tokenizer has no offsets of tokens")
         except Exception as error:  # transformers raises many types for malformed files
             raise ValueError(
                 f"the tokenizer in {folder} can't be read: {printable(str(error))}. Save it as "
                 "tokenizer.json, with a tokenizer_config.json without `auto_map`: Python code of "
                 "the folder is never run"
             ) from error
-        if not self._backend.is_fast:
-            raise ValueError(
-                f"the tokenizer in {folder} is a slow tokenizer of transformers, which has no "
-                "offsets of tokens: save it as tokenizer.json"
-            )
         self._vocab: int | None = None
         self._lock = threading.Lock()
         self._renderer = Renderer()
         end = self._backend.eos_token_id
         self._end = [] if end is None else [int(end)]
-        self._before, self._after = self._added()
-        self._special = frozenset(self._backend.all_special_ids)
+        # Tokens that the tokenizer puts before and after each text.
+        text, full = self._backend.encode("a", add_special_tokens=False), self._backend.encode("a")
+        places = range(len(full) - len(text) + 1)
+        at = next((at for at in places if full[at : at + len(text)] == text), len(full))
+        self._before, self._after = full[:at], full[at + len(text) :]
 
     def check_fits(self, vocab: int) -> None:
         """Raises ValueError if a model has no embedding for one of the tokens.
@@ -95,20 +93,14 @@ class Tokenizer:
 
     def fingerprints(self) -> dict[str, str]:
         """Checksums of the vocabulary and of the chat template."""
-        parts = {
-            "tokenizer": sorted(self._backend.get_vocab().items(), key=lambda item: item[1]),
-            "chat template": self._backend.chat_template,
-        }
+        vocab = sorted(self._backend.get_vocab().items(), key=lambda item: item[1])
+        parts = {"tokenizer": vocab, "chat template": self._backend.chat_template}
         texts = {name: json.dumps(part, sort_keys=True) for name, part in parts.items()}
         return {name: checksum(text.encode()) for name, text in texts.items()}
 
     def encode(self, text: str) -> Ids:
         """Returns the tokens of a text, without those that the tokenizer adds around it."""
         return np.asarray(self._backend.encode(text, add_special_tokens=False), np.int32)
-
-    def opening(self, text: str) -> Ids:
-        """Returns the tokens of a text to continue, after the beginning token of training."""
-        return self._begun(self.encode(text))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._backend.decode(list(map(int, tokens))))
@@ -118,20 +110,24 @@ class Tokenizer:
 
         Spaces and line breaks that a template writes after it are skipped.
         """
-        special = self._special | {
-            number for number, token in self._backend.added_tokens_decoder.items() if token.special
-        }
+        added = self._backend.added_tokens_decoder.items()
+        special = {*self._backend.all_special_ids, *(at for at, token in added if token.special)}
         for token in map(int, ids[mask][::-1]):
             if token in special:
                 return token
             if self.decode([token]).strip():
-                return None
+                break
         return None
 
     def to_end(self, tokens: Sequence[int], start: int) -> Sequence[int]:
         """Returns the tokens up to the first that ends a text or a turn, from `start` on."""
-        ends = (at for at in range(start, len(tokens)) if int(tokens[at]) in self._special)
+        special = set(self._backend.all_special_ids)
+        ends = (at for at in range(start, len(tokens)) if int(tokens[at]) in special)
         return tokens[: next(ends, len(tokens) - 1) + 1]
+
+    def opening(self, text: str) -> Ids:
+        """Returns the tokens of a text to continue, after the beginning token of training."""
+        return self._begun(self.encode(text))
 
     def prompt(self, messages: Messages, options: Options | None = None) -> Ids:
         """Returns a conversation with the generation prompt, after which the assistant answers.
@@ -140,10 +136,9 @@ class Tokenizer:
         """
         if not messages:
             raise ValueError("a prompt needs at least one message before the answer")
-        options = options or {}
         with self._lock:
-            messages, _, _ = self._written(messages, options)
-            return self.encode(self._render(messages, options, prompt=True)[0])
+            messages, _, _ = self._written(messages, options or {})
+            return self.encode(self._render(messages, options or {}, prompt=True)[0])
 
     def asked(self, question: str) -> Ids:
         """Returns a question as the user's turn, or unchanged if there is no chat template."""
@@ -156,10 +151,12 @@ class Tokenizer:
 
         Raises ValueError if the template does not accept the conversation.
         """
+        content, everything = parse(record), loss_on == "all"
         with self._lock:  # training and held-out batches are made in different threads
-            content = parse(record)
-            read = self._chat if isinstance(content, Conversation) else self._continued
-            ids, mask = read(content, loss_on == "all")
+            if isinstance(content, Conversation):
+                ids, mask = self._chat(content, everything)
+            else:
+                ids, mask = self._continued(content, everything)
         if self._vocab is not None and ids.size and ids.max() >= self._vocab:
             raise ValueError(
                 f"token {ids.max()} ({printable(self.decode([ids.max()]))!r}) has no row in the "
@@ -185,14 +182,6 @@ class Tokenizer:
         """Adds the tokens that the tokenizer puts before a text, unless the text has them."""
         begins = list(ids[: len(self._before)]) == self._before
         return ids if begins else np.asarray([*self._before, *ids], np.int32)
-
-    def _added(self) -> tuple[list[int], list[int]]:
-        """Returns the tokens that the tokenizer puts before and after each text."""
-        text = self._backend.encode("a", add_special_tokens=False)
-        full = self._backend.encode("a")
-        places = range(len(full) - len(text) + 1)
-        at = next((at for at in places if full[at : at + len(text)] == text), len(full))
-        return full[:at], full[at + len(text) :]
 
     def _chat(self, conversation: Conversation, everything: bool) -> tuple[Ids, Mask]:
         """Returns the tokens, and the mask of the answers after the context."""
@@ -241,7 +230,7 @@ class Tokenizer:
         length = int(ends[same - 1]) if same else 0
         return span._replace(end=min(span.end, span.start + length))
 
-    def _offsets(self, text: str) -> tuple[Ids, Any, Any]:
+    def _offsets(self, text: str) -> tuple[Ids, Integers, Integers]:
         """Returns the tokens of a text, and the characters at which each begins and ends."""
         encoding = self._backend(text, add_special_tokens=False, return_offsets_mapping=True)
         offsets = np.asarray(encoding["offset_mapping"], np.int64).reshape(-1, 2)
@@ -255,37 +244,36 @@ class Tokenizer:
         Most templates take the arguments of a tool call as an object, some as JSON text; the latter
         fail on an object or write it as Python does.
         """
-        arguments = arguments_in(messages)
+        called = functions(messages)
         try:
             text, blocks = self._render(messages, options)
-            if not any(repr(objects) in text for objects in arguments):
+            if not any(x["arguments"] and repr(x["arguments"]) in text for x in called):
                 return messages, text, blocks
         except ValueError:
-            if not arguments:
+            if not called:
                 raise
-        as_text = calls_as_text(messages)
-        return as_text, *self._render(as_text, options)
+        messages = copy.deepcopy(messages)
+        for function in functions(messages):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        return messages, *self._render(messages, options)
 
-    def _template(self, options: Options) -> str:
-        """Returns the template; among named ones "tool_use" if there are tools, else "default"."""
+    def _render(
+        self, messages: Messages, options: Options, *, prompt: bool = False
+    ) -> tuple[str, list[Span] | None]:
+        """Returns a text and its {% generation %} blocks; None if the template has none.
+
+        Of named templates "tool_use" is for conversations with tools, else "default".
+        """
         if self._backend.chat_template is None:
             raise ValueError(
                 f"{self._folder} has no chat template, which conversations require: add "
                 "chat_template.jinja, or use prompts and completions"
             )
-        try:
-            return str(self._backend.get_chat_template(None, options.get("tools")))
-        except ValueError as error:
-            raise ValueError(f"the chat templates in {self._folder}: {error}") from error
-
-    def _render(
-        self, messages: Messages, options: Options, *, prompt: bool = False
-    ) -> tuple[str, list[Span] | None]:
-        """Returns a text and its {% generation %} blocks; None if the template has none."""
         variables = {**self._backend.special_tokens_map, **options, "add_generation_prompt": prompt}
         try:
-            text, blocks = self._renderer.render(self._template(options), messages, variables)
-        except TemplateError as error:
+            template = str(self._backend.get_chat_template(None, options.get("tools")))
+            text, blocks = self._renderer.render(template, messages, variables)
+        except (ValueError, TemplateError) as error:
             message = printable(str(error))
             raise ValueError(f"the chat template in {self._folder}: {message}") from error
         return text, None if blocks is None else [Span(*block) for block in blocks]
