@@ -29,6 +29,7 @@ import numpy as np
 from flax import nnx
 from problems import zero_on
 
+from zero_jax.engine.compiler import MOST_BUCKETS
 from zero_jax.hlo import collectives
 
 SETTINGS_A_TREE = 4
@@ -148,6 +149,7 @@ class Leaf(NamedTuple):
     dim: int | None  # that is sharded over `data`
     secondary_shards: bool  # and over `replica`
     kept: bool  # a slice fits in a bucket: of the last layers the last stays gathered
+    prefetched: bool  # a slice fits in four
     last: str = ""  # the last loop over slices, if it is of this leaf
     head: int | None = None  # from this operation on it is the head of a loop: gathered once
 
@@ -159,8 +161,9 @@ def leaf_of(
     dim = next((d for d, names in enumerate(axes) if "data" in names), None)
     elements = array.size // (2 if ("model",) in axes else 1)
     both = dim is not None and "replica" in axes[dim]
-    kept = x.size // max([1, *x.shape[:1]]) <= bucket
-    return Leaf(x.shape, names, trained, rows, elements, dim, both, kept)
+    layer = x.size // max([1, *x.shape[:1]])
+    sizes = layer <= bucket, layer <= MOST_BUCKETS * bucket
+    return Leaf(x.shape, names, trained, rows, elements, dim, both, *sizes)
 
 
 def _expected(leaf, mesh, stage, grad_accum_steps, remat) -> np.ndarray:
@@ -193,7 +196,8 @@ def _with_heads(leaves: Sequence[Leaf], bucket: float, remat: Any) -> list[Leaf]
     order = [(at, i, name) for at, leaf in enumerate(leaves) for i, name in enumerate(leaf.ops)]
     order += [(at, len(leaf.ops), "rows") for at, leaf in enumerate(leaves) if leaf.rows]
     loops = [p for p, (at, _, name) in enumerate(order) if is_loop(name, leaves[at])]
-    places = [p for p in loops if order[p][2] in ops.PRODUCTS and leaves[order[p][0]].shape[0]]
+    able = [leaf.prefetched and leaf.shape[:1] > (0,) for leaf in leaves]
+    places = [p for p in loops if order[p][2] in ops.PRODUCTS and able[order[p][0]]]
     places *= remat != "block_sqrt"
     uses = {at: p for p, (at, _, name) in enumerate(order) if _is_read(name, leaves[at])}
     found, left = list(leaves), dict.fromkeys(places, bucket)
@@ -245,8 +249,9 @@ def _loop(name: str, leaf: Leaf, remat: Any) -> tuple[float, float, float]:
         # Once more for each group but its last layer; without a carry for no layer.
         return 1, 1 + (1 - groups / layers) * carries * (layers > 3), 1
     # The first layer's input is data: where nothing is recomputed its gradient needs no parameter.
-    # An iteration of a loop gathers it all the same; up to five layers are in none.
-    again = layers if own_remat or not keeps else (layers - (layers < 6)) * reads
+    # An iteration of a loop gathers it all the same; up to five prefetched layers are in none.
+    first = layers < 6 and leaf.prefetched
+    again = layers if own_remat or not keeps else (layers - first) * reads
     return 1, max(0, again - (name == leaf.last) * leaf.kept) / layers, 1
 
 
