@@ -242,7 +242,7 @@ def _loop(name: str, leaf: Leaf, remat: Any) -> tuple[float, float, float]:
     """How often a leaf is gathered, again for gradients, and reduce-scattered."""
     keeps, own_remat = remat in ("none", JAX_REMATS["everything"]), name == "scan checkpoint"
     if not is_loop(name, leaf):  # read in each iteration, and gathered before the loop
-        return 1, not keeps or own_remat, 1
+        return 1, not keeps or own_remat or name in ops.CARRIED, 1
     (reads, carries), layers = ops.LOOPS[name], max(1, leaf.shape[0])
     if remat == "block_sqrt":
         groups = -(-layers // round(layers**0.5)) if layers > 3 else layers

@@ -196,10 +196,6 @@ LOOPS: dict[str, tuple[bool, bool] | None] = dict.fromkeys(FULL)
 LOOPS |= dict.fromkeys(("scan", "scan cast", "scan checkpoint", "scan beside"), (True, True))
 LOOPS |= dict.fromkeys(("scan reverse", "scan metric"), (False, True))
 LOOPS["map"] = (False, False)
-PRODUCTS = {
-    "scan",
-    "scan cast",
-    "scan checkpoint",
-    "scan swapped",
-}  # have products
+PRODUCTS = {"scan", "scan cast", "scan checkpoint", "scan swapped"}  # have products
+CARRIED = {"scan constant", "fori"}  # products of a full leaf: XLA for CPUs merges no gathers
 ROUNDS = ("scan cast", "half and back")
