@@ -75,12 +75,9 @@ class Precision:
             dtype = parse_dtype(getattr(self, name), name, allowed)
             object.__setattr__(self, name, dtype)
         for name, bits in (("param_comm_dtype", ("int8",)), ("grad_comm_dtype", ("int8", "int4"))):
-            given = getattr(self, name)
-            if given not in (None, *bits):
-                other = "compute" if name == "param_comm_dtype" else "reduce"
+            if getattr(self, name) not in (None, *bits):
                 raise ValueError(
-                    f"`{name}`={given!r}: use {' or '.join(map(repr, bits))}, or None for "
-                    f"`{other}_dtype`"
+                    f"`{name}`={getattr(self, name)!r}: use one of {', '.join(bits)}, or None"
                 )
         if self.initial_scale < 1 or self.growth_interval < 1:
             raise ValueError(

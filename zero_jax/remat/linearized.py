@@ -36,25 +36,20 @@ class Linear:
         >>> len(layer.closed.jaxpr.outvars), layer.count  # sin and its residual, cos
         (2, 1)
         """
-        likes = [v.aval for v in body.jaxpr.invars]
-        form: jax.tree_util.PyTreeDef
 
-        def both(*values: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-            nonlocal form
-
-            def layer(*given: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-                full = list(values)
-                for i, x in zip(moving, given, strict=True):
-                    full[i] = x
-                outs = equations.as_function(body)(*full)
+        def both(*values: jax.Array) -> tuple[list[jax.Array], PyTree]:
+            def layer(*args: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+                moved = dict(zip(moving, args, strict=True))
+                outs = equations.as_function(body)(*(moved.get(i, x) for i, x in enumerate(values)))
                 return [x for x in outs if is_float(x)], outs
 
             _, tangents, outs = jax.linearize(layer, *(values[i] for i in moving), has_aux=True)
-            residuals, form = jax.tree.flatten(tangents)
-            return outs, residuals
+            return outs, tangents
 
-        closed = equations.written_out(jax.make_jaxpr(both)(*likes))
-        return cls(closed, len(body.jaxpr.outvars), moving, form)
+        likes = [v.aval for v in body.jaxpr.invars]
+        closed, (_, tangents) = jax.make_jaxpr(both, return_shape=True)(*likes)
+        form = jax.tree.structure(tangents)
+        return cls(equations.written_out(closed), len(body.jaxpr.outvars), moving, form)
 
     def run(
         self,

@@ -7,6 +7,7 @@ parallelism). The batch is split over all axes but `model`.
 """
 
 import collections
+import functools
 import math
 from typing import TypeAlias
 
@@ -57,9 +58,8 @@ def make_mesh(
         data = max(len(devices) // others, 1)
     if data * others != len(devices):
         raise ValueError(
-            f"`replica`={replica} x `experts`={experts} x `data`={data} x `model`={model} = "
-            f"{data * others}, but there are {len(devices)} devices: make the product equal, or "
-            "pass `devices`"
+            f"`replica`={replica} x `experts`={experts} x `data`={data} x `model`={model} is "
+            f"{data * others}, but not {len(devices)} devices: make it equal, or pass `devices`"
         )
     mesh = abstract_mesh(data, replica=replica, experts=experts, model=model, data_axis=data_axis)
     return jax.make_mesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types, devices=devices)
@@ -132,9 +132,9 @@ def data_axis(mesh: AnyMesh) -> Axis:
         others = [DATA, *(axis for axis in others if axis != DATA and mesh.shape[axis] > 1)]
     if len(others) != 1:
         raise ValueError(
-            f"`mesh` has axes {dict(mesh.shape)}, but parameters are partitioned over 'data', or "
-            "over the only axis that is not 'replica', 'experts' or 'model', and no other axis may "
-            "have more than one device. Use zero_jax.make_mesh()"
+            f"`mesh` has axes {dict(mesh.shape)}: Zero partitions parameters over 'data', or over "
+            "the only axis that is not 'replica', 'experts' or 'model'; others must have size 1. "
+            "Use zero_jax.make_mesh()"
         )
     return (EXPERTS, others[0]) if experts_size(mesh) > 1 else others[0]
 
@@ -171,8 +171,8 @@ def check_there(mesh: AnyMesh) -> None:
     """Raises ValueError for a mesh without devices, which cannot hold arrays."""
     if isinstance(mesh, AbstractMesh):
         raise ValueError(
-            f"`mesh` is an AbstractMesh, {dict(mesh.shape)}, without devices for arrays: plan "
-            "with the shapes of zero.eval_shape(...), or use zero_jax.make_mesh()"
+            f"`mesh` is an AbstractMesh, {dict(mesh.shape)}, which has no devices: plan with the "
+            "shapes of zero.eval_shape(...), or use zero_jax.make_mesh()"
         )
 
 
@@ -246,19 +246,8 @@ def global_batch(mesh: Mesh, local: PyTree) -> PyTree:
       The same tree of global arrays (B, ...), dim 0 split over the devices.
 
     Raises:
-      ValueError: This process's devices do not divide its rows.
+      ValueError: This process's devices do not divide its rows, or hold no even part of the batch.
     """
-    sharding = batch_sharding(mesh)
-    pieces = batch_shards(mesh) // batch_share(mesh)[1]
-
-    def one(path: tuple[object, ...], rows: np.ndarray) -> jax.Array:
-        x = np.asarray(rows)
-        if x.ndim == 0 or x.shape[0] % pieces:
-            raise ValueError(
-                f"`local`: {jax.tree_util.keystr(path) or 'array'} has shape {x.shape} in this "
-                f"process, but its {pieces} parts of the batch must divide dim 0. Make the batch "
-                f"a multiple of {batch_shards(mesh)}"
-            )
-        return jax.make_array_from_process_local_data(sharding, x)
-
-    return jax.tree_util.tree_map_with_path(one, local)
+    batch_share(mesh)  # raises an error for an uneven one
+    make = functools.partial(jax.make_array_from_process_local_data, batch_sharding(mesh))
+    return jax.tree.map(lambda rows: make(np.asarray(rows)), local)

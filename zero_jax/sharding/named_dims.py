@@ -65,10 +65,9 @@ class ModelAxis:
             specs = "" if self.specs is None else f" by `param_specs`={dict(self.specs)}"
             raise ValueError(
                 f"`mesh` has a model axis of {self.size}, but no parameter is sharded over it"
-                f"{specs}, so each device would store and compute all of them. Pass `param_specs`="
-                "{'pattern of paths': PartitionSpec(None, 'model')} for matrices (dims with few "
-                "elements are sharded over data instead), name the dims in the model "
-                "(nnx.with_partitioning), or use a mesh with model=1"
+                f"{specs}. Pass `param_specs`={{'pattern of paths': PartitionSpec(None, 'model')}} "
+                "for matrices (dims with few elements are sharded over data instead), name the "
+                "dims in the model (nnx.with_partitioning), or use a mesh with model=1"
             )
 
     def axis_of(self, name: str | None) -> str | None:
@@ -132,9 +131,8 @@ def of_leaves(tree: PyTree, model: ModelAxis, experts: int) -> list[LeafDims]:
         result.append(LeafDims(dim, expert_dim, stacked))
     if experts > 1 and leaves and all(dims.experts is None for dims in result):
         raise ValueError(
-            f"`mesh` has an experts axis of {experts}, but no parameter has a dim named "
-            "'experts'. Name the dims in the model, nnx.with_partitioning(init, ('experts', "
-            "None, None)), or use a mesh with experts=1"
+            f"`mesh` has an experts axis of {experts}, but no parameter has a dim named 'experts'. "
+            "Name it, nnx.with_partitioning(init, ('experts', None, None)), or make experts=1"
         )
     return result
 
