@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 
 from zero_jax.releases import CRASHES_ON_EMPTY
 from zero_jax.sharding.layout import Partition
-from zero_jax.sharding.paths import PyTree, named_leaves
+from zero_jax.sharding.paths import PyTree, named_leaves, path_name
 
 # Of NNX, variables that no optimizer trains.
 _NOT_TRAINED = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)
@@ -36,20 +36,14 @@ def check_arrays(tree: PyTree) -> None:
             f"{_SPLIT}, and merge them with the others in the loss"
         )
     nodes = jax.tree_util.tree_flatten_with_path(tree, lambda x: isinstance(x, nnx.Variable))[0]
-    others = [
-        (jax.tree_util.keystr(path, simple=True, separator="/"), node)
-        for path, node in nodes
-        if isinstance(node, _NOT_TRAINED)
-    ]
-    for name, leaf in named_leaves(tree):
-        if not (hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))):
-            others.append((name, leaf))
-    if others:
-        name, node = others[0]
-        raise ValueError(
-            f"parameter {name!r} is a {type(node).__name__}: parameters are trained numeric "
-            f"arrays. Pass other things as arguments of the loss, {_SPLIT}"
-        )
+    variables = ((path_name(path), node) for path, node in nodes)
+    for name, node in (*variables, *named_leaves(tree)):
+        numeric = hasattr(node, "dtype") or isinstance(node, (int, float, complex, nnx.Variable))
+        if isinstance(node, _NOT_TRAINED) or not numeric:
+            raise ValueError(
+                f"parameter {name!r} is a {type(node).__name__}: parameters are trained numeric "
+                f"arrays. Pass other things as arguments of the loss, {_SPLIT}"
+            )
 
 
 def check_leaves(tree: PyTree, devices: int, frozen: Sequence[bool]) -> None:
@@ -87,17 +81,16 @@ def check_bytes(tree: PyTree, partitions: Sequence[Partition]) -> None:
     """Checks that each device holds the shards of the layout, and nothing else.
 
     Raises:
-      ValueError: A shard has the wrong shape; the message has its leaf and device.
+      ValueError: A leaf has shards of the wrong shape.
     """
     for (name, leaf), cut in zip(named_leaves(tree), partitions, strict=True):
-        for piece in leaf.addressable_shards:
-            if piece.data.shape != cut.device_shape:
-                raise ValueError(
-                    f"{name} {leaf.shape} holds {piece.data.shape} on {piece.device}, but the "
-                    f"layout says {cut.device_shape}. Make it with zero.init or zero.shard. `jit` "
-                    "places the shards: remove jax.disable_jit() (jax_disable_jit), or use "
-                    "stage=0. jax.debug.print shows values within a loss"
-                )
+        shape = leaf.sharding.shard_shape(leaf.shape)
+        if shape != cut.device_shape:
+            raise ValueError(
+                f"{name} {leaf.shape} has shards of {shape}, but the layout says "
+                f"{cut.device_shape}. `jit` places shards: remove jax.disable_jit() "
+                "(jax_disable_jit), or use stage=0. jax.debug.print shows values within a loss"
+            )
 
 
 class ReplicasDiffer(ValueError):

@@ -172,18 +172,12 @@ def with_dim(cut: Partition, first: int = 0) -> Partition:
 
     layers = -len(shape)  # dim 0
     inner = [d for d in dims if d != layers]
-    may_stack = layers in dims and inner and _may_stack(shape)
-    if may_stack and min(map(waste, inner)) < _WASTE * waste(layers):
+    stack = len(shape) > 2 or (shape[0] <= _LAYERS and _SHORTER * shape[0] <= shape[-1])
+    if layers in dims and inner and stack and min(map(waste, inner)) < _WASTE * waste(layers):
         dims = inner
     exact = [d for d in dims if shape[d] % pieces == 0]
     dim = exact[0] if exact else min(dims, key=waste)
     return dataclasses.replace(cut, dim=dim)
-
-
-def _may_stack(shape: tuple[int, ...]) -> bool:
-    """Returns True if dim 0 may count layers."""
-    few = len(shape) == 2 and shape[0] <= _LAYERS and _SHORTER * shape[0] <= shape[1]
-    return few or len(shape) > 2
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,10 +75,12 @@ def named_leaves(tree: PyTree) -> list[tuple[str, PyTree]]:
 
     Nodes that wrap a single array (`Padded`, NNX variables, linen boxes) are not part of a path.
     """
-    return [
-        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
-        for path, leaf in _unwrapped(tree, ())
-    ]
+    return [(path_name(path), leaf) for path, leaf in _unwrapped(tree, ())]
+
+
+def path_name(path: _Path) -> str:
+    """Returns the keys of a path with slashes between them."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _unwrapped(tree: PyTree, prefix: _Path) -> Iterator[tuple[_Path, PyTree]]:
