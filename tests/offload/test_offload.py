@@ -266,14 +266,16 @@ def test_the_check_passes_here_and_fails_for_a_difference_and_an_error(monkeypat
         runpy.run_module("zero_jax.offload", run_name="__main__")
     said = capsys.readouterr().out
     assert said.count("passed: ") == 2 and jax.__version__ in said
-    for name in ("_states", "_residuals"):
-        monkeypatch.setattr(offload_check, name, lambda device, on: np.ones(2))
-    assert main(["--check"]) == 0
-    off, wrong = lambda device, on: np.ones(2) + on, lambda *_: zero_on(2, offload="disk")
-    for name, run in (("_states", off), ("_residuals", off), ("_states", wrong)):
-        with monkeypatch.context() as patch:
-            patch.setattr(offload_check, name, run)
-            assert main(["--check"]) == 1 and "FAILED: " in capsys.readouterr().out
+    runs = [
+        lambda settings: np.ones(2),
+        lambda settings: np.ones(2) + settings.offload.optimizer,
+        lambda settings: np.ones(2) + (settings.remat == "block@host"),
+        lambda _: zero_on(2, offload="disk"),
+    ]
+    for number, run in enumerate(runs):
+        monkeypatch.setattr(offload_check, "_trained", run)
+        assert main(["--check"]) == (number > 0)
+        assert ("FAILED: " in capsys.readouterr().out) == (number > 0)
     with pytest.raises(SystemExit, match="2"):
         main([])
 

@@ -7,7 +7,6 @@ streamed, and one whose layers save their inputs in host memory. It runs only on
     python -m zero_jax.offload --check
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -15,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from zero_jax.engine import parameters
 from zero_jax.engine.config import Config
 from zero_jax.engine.optimizer import ZeroTransform
 from zero_jax.engine.step import TrainStep
-from zero_jax.offload import host
-from zero_jax.sharding import layout
+from zero_jax.offload.host import Offload
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.sharding.paths import PyTree
 
@@ -52,18 +51,23 @@ class Outcome(NamedTuple):
 
 
 def check(device: jax.Device) -> list[Outcome]:
-    """Runs every comparison on one device."""
-    runs = (("a step with streamed optimizer state", _states), ("saved activations", _residuals))
-    return [_compare(what, run, device) for what, run in runs]
+    """Compares streamed optimizer state, then saved activations, with the same step on `device`."""
+    mesh = make_mesh(devices=[device])
+    streamed = Offload(True, True, piece_bytes=1 << 16)  # in about ten pieces
+    runs = {
+        "a step with streamed optimizer state": Config(mesh, remat="block", offload=streamed),
+        "saved activations": Config(mesh, remat="block@host"),
+    }
+    plain = Config(mesh, remat="block")
+    return [_compare(what, plain, settings) for what, settings in runs.items()]
 
 
-def _compare(what: str, run: Callable[[jax.Device, bool], PyTree], device: jax.Device) -> Outcome:
+def _compare(what: str, *settings: Config) -> Outcome:
     try:
         # By default GPUs multiply in TF32, and two programs differ by more than the tolerance.
         with jax.default_matmul_precision("highest"):
-            runs = [run(device, on) for on in (False, True)]
-        pairs = zip(*map(jax.tree.leaves, runs), strict=True)
-        return Outcome(what, max(_gap(*map(np.asarray, pair)) for pair in pairs))
+            runs = [jax.tree.leaves(_trained(one)) for one in settings]
+        return Outcome(what, max(_gap(*map(np.asarray, pair)) for pair in zip(*runs, strict=True)))
     except (ValueError, jax.errors.JaxRuntimeError) as error:
         said = str(error).partition("\n")[0]
         return Outcome(what, float("inf"), f"it raised {type(error).__name__}: {said}")
@@ -75,30 +79,14 @@ def _gap(want: np.ndarray, got: np.ndarray) -> float:
     return float(np.abs(want - got).max() / max(np.abs(want).max(), 1e-30))
 
 
-def _states(device: jax.Device, offloaded: bool) -> PyTree:
-    """Trains with optimizer state and fp32 master parameters streamed in about ten pieces."""
-    offload = host.Offload(offloaded, offloaded, piece_bytes=1 << 16)
-    return _trained(Config(make_mesh(devices=[device]), offload=offload))
-
-
-def _residuals(device: jax.Device, offloaded: bool) -> PyTree:
-    """Trains with saved activations copied to host memory and back, layer by layer."""
-    remat = "block@host" if offloaded else "block"
-    return _trained(Config(make_mesh(devices=[device]), remat=remat))
-
-
 def _trained(settings: Config) -> PyTree:
     """Returns parameters and moments after a few steps of clipped AdamW."""
-    mesh, offload = settings.mesh, settings.offload
-    plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-    tx = ZeroTransform(plain, settings)
-    shapes = {"layers": (_LAYERS, _WIDTH, _WIDTH), "out": (_WIDTH, 3), "bias": (_WIDTH,)}
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    named = zip(shapes.items(), keys, strict=True)
-    params = {name: jax.random.normal(key, shape) / 8 for (name, shape), key in named}
-    cuts = settings.splitter(params)
-    placed = layout.shardings(params, cuts, mesh)
-    params = jax.device_put(params, host.place(placed, params, offload))
+
+    def make() -> PyTree:
+        shapes = {"layers": (_LAYERS, _WIDTH, _WIDTH), "out": (_WIDTH, 3), "bias": (_WIDTH,)}
+        keys = jax.random.split(jax.random.key(0), len(shapes))
+        named = zip(shapes.items(), keys, strict=True)
+        return {name: jax.random.normal(key, shape) / 8 for (name, shape), key in named}
 
     def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
         return jnp.tanh(h @ w) + h, None
@@ -107,8 +95,10 @@ def _trained(settings: Config) -> PyTree:
         h, _ = jax.lax.scan(layer, x + p["bias"], p["layers"])
         return jnp.mean((h @ p["out"] - 1.0) ** 2)
 
-    step = TrainStep(settings, loss, tx)
-    state, batch = tx.init(params), jnp.cos(jnp.arange(8.0 * _WIDTH)).reshape(8, _WIDTH)
+    tx = ZeroTransform(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), settings)
+    step, params = TrainStep(settings, loss, tx), parameters.init(settings, make)
+    batch = jnp.cos(jnp.arange(8.0 * _WIDTH)).reshape(8, _WIDTH)
+    state, batch = tx.init(params), jax.device_put(batch, settings.mesh.devices.flat[0])
     for _ in range(_STEPS):
-        params, state, _ = step(params, state, jax.device_put(batch, mesh.devices.flat[0]))
+        params, state, _ = step(params, state, batch)
     return params, state.inner
