@@ -45,13 +45,10 @@ def check_context(mesh: AnyMesh) -> None:
 
 @contextlib.contextmanager
 def allowed(mesh: AnyMesh) -> Iterator[None]:
-    """Context in which a loss is traced inside the step's `shard_map`.
+    """Context in which a loss is traced; an annotation that JAX refuses raises ValueError.
 
     A mesh without automatic axes is hidden: Flax then annotates nothing, and types of arrays are
-    those of one device. JAX checks an annotation when it is made; the error names its line.
-
-    Raises:
-      ValueError: JAX does not support an annotation.
+    those of one device.
     """
     empty = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
     try:
@@ -77,8 +74,7 @@ def _unsupported(place: str, mesh: AnyMesh) -> ValueError:
 def without(closed: jex.ClosedJaxpr, mesh: AnyMesh) -> jex.ClosedJaxpr:
     """Drops sharding annotations, at every depth, except those over automatic axes of the mesh.
 
-    Raises:
-      ValueError: A value has explicit axis types, or a `shard_map` has no axis to map over.
+    Raises ValueError for explicit axis types, and for a `shard_map` with no axis to map over.
 
     >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
     >>> where = NamedSharding(mesh, PartitionSpec("data"))

@@ -32,12 +32,7 @@ _LAYOUT = frozenset(("broadcast_in_dim", "transpose", "reshape", "squeeze"))
 
 
 class _ShardDiffersError(ValueError):
-    """A result for a shard is not the shard of the result for the full leaf.
-
-    Args:
-      why: The reason, for the message.
-      sources: The equation, then the calls and loops that it is in.
-    """
+    """A result for a shard is not that of the full leaf; `sources` are equations, outwards."""
 
     def __init__(self, why: str, *sources: jex.JaxprEqn):
         super().__init__(why)
@@ -49,13 +44,8 @@ def require_elementwise(
 ) -> None:
     """Raises ValueError unless `tx` returns for shards the shards of its result for full leaves.
 
-    Args:
-      tx: The transformation.
-      params: Its parameters; only their tree, shapes and dtypes are used.
-      cuts: Their partitions, over two devices or more.
-
-    Raises:
-      ValueError: The message has the transformation, within a chain the one that fails.
+    The message names the transformation, within a chain the one that fails. Of `params` only the
+    tree, shapes and dtypes are used; their partitions are over two devices or more.
     """
     full, piece = at_rest_and_shard(params, cuts)
     # In another thread: here `init` is being traced under the mesh's manual axes.
@@ -66,7 +56,7 @@ def require_elementwise(
 def at_rest_and_shard(params: PyTree, cuts: Sequence[Partition]) -> tuple[PyTree, PyTree]:
     """Returns parameters as stored, and one shard of them, abstract.
 
-    A sharded dim is longer in storage than on a shard, even a dim of 1, which is padded.
+    Every sharded dim is longer in storage, even a dim of 1, which is padded.
     """
     leaves, treedef = jax.tree.flatten(params)
 
@@ -125,10 +115,7 @@ def _require_same(full: jex.ClosedJaxpr, piece: jex.ClosedJaxpr) -> None:
 
 
 class _SideBySide(Walk[Atom]):
-    """Walks through a program of full leaves beside that of shards.
-
-    The value of a variable is the variable of the other program.
-    """
+    """Walks through a program of full leaves, with variables of that of shards as values."""
 
     def __init__(self, piece: jex.ClosedJaxpr):
         self._eqns = iter(piece.jaxpr.eqns)

@@ -110,10 +110,7 @@ class ExpertProducts:
 
 
 def per_expert(graph: Graph, at: Sequence[int], weights: Weights) -> ExpertProducts | None:
-    """Returns equations that multiply with experts, and those between them, as products.
-
-    None if an equation is not computed per expert, or has its rows along another dim.
-    """
+    """Returns equations as products, or None if one is not computed per expert and row."""
     rules = {"dot_general": _product, "transpose": _transposed}
     part, dims = graph.part(at), dict[Atom, ExpertDims]()
     for eqn in part:
@@ -175,7 +172,7 @@ class TokenRegion:
 
     Attributes:
       at: Their positions.
-      closed: The equations as a jaxpr to the sums.
+      closed: The equations as a jaxpr.
       tokens: Inputs that have tokens, and are gathered.
       picks: Those that pick rows for experts, with the dim of their indices that counts experts.
       back: The one that picks the results for tokens.
@@ -241,15 +238,8 @@ def around(
 ) -> TokenRegion | None:
     """Returns the region around products with experts, if to gather its tokens sends fewer bytes.
 
-    None where rows are not picked by index, where the results are not picked and summed, or where
-    an all-to-all of rows sends as few bytes.
-
-    Args:
-      graph: The equations of a layer.
-      group: Those that multiply with experts, and those between them.
-      weights: The matrices of experts.
-      groups: Number of groups of devices, each with a part of the experts.
-      others: Equations of other such groups, which are evaluated separately.
+    None where rows are not picked by index, or their results not picked and summed. `group` are the
+    products, and `others` equations of other products, which are evaluated separately.
     """
     until = _until_picked(graph, group)
     if until is None:

@@ -66,12 +66,7 @@ def at_their_devices(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _LocalExperts:
-    """The experts of this device's group, in place of those of all groups.
-
-    Attributes:
-      array: The experts.
-      leaf: The leaf that they are, or are a slice of.
-    """
+    """The experts of this device's group, all or a slice of leaf number `leaf`."""
 
     array: jax.Array
     leaf: int = dataclasses.field(metadata={"static": True})
@@ -84,11 +79,7 @@ _Forms = dict[jex.Var, Form]  # of the variables that are experts
 class _OfOneGroup(Evaluator[_Value]):
     """Evaluates a loss on the experts of one group of devices.
 
-    Args:
-      dims: For each leaf of experts the dim that counts them, from the end.
-      cuts: The partition of each leaf.
-      paths: Its path.
-      most: The largest number of parts of an all-to-all.
+    `dims` has for each leaf of experts the dim that counts them, from the end.
     """
 
     def __init__(

@@ -43,8 +43,7 @@ class Weighted(NamedTuple):
 def taken_apart(out: PyTree, has_aux: bool) -> tuple[jax.Array, jax.Array, PyTree, bool]:
     """Returns (sum, weight, aux, is_weighted) of the result of a loss, sum and weight in fp32.
 
-    Raises:
-      ValueError: The result is not a supported form of a loss.
+    Raises ValueError for anything else.
     """
     is_pair = isinstance(out, tuple) and len(out) == 2 and not isinstance(out, Weighted)
     value, aux = out if has_aux and is_pair else (out, None)
@@ -75,10 +74,8 @@ def kinds_of(
     """Returns how each leaf of the aux is combined over devices.
 
     Rows cannot be followed through every operation, and those that are missed would be averaged. So
-    if a leaf is as long as a micro-batch, `longer` gives its shape for twice as many rows.
-
-    Raises:
-      ValueError: A leaf that differs is not a float, so it has no mean; or `longer` fails.
+    if a leaf is as long as a micro-batch, `longer` gives its shape for twice as many rows. Raises
+    ValueError if that fails, or if a leaf that differs is not a float, so that it has no mean.
     """
     leaves = jax.tree_util.tree_flatten_with_path(aux)[0]
     named = [(jax.tree_util.keystr(path), like) for path, like in leaves]

@@ -1,12 +1,9 @@
 """Any optax transformation on partitioned parameters, exact at every stage and every N.
 
-The transformation runs on sharded global arrays, inside `jit` and outside `shard_map`: the
-partitioner inserts the sum over devices that a norm, a trust ratio or a row mean needs. The
-transformation gets leaves without padding. Removing and adding it needs no communication, because
-shards stay in place.
-
-State per device: K/N bytes per parameter (K = 8 for Adam's two moments; the fp32 master parameter
-is the parameter itself). Source: ZeRO, section 5.1.
+The transformation runs on sharded global arrays without padding, inside `jit` and outside
+`shard_map`: the partitioner inserts the sum over devices that a norm, a trust ratio or a row mean
+needs. State per device: K/N bytes per parameter (K = 8 for Adam's two moments; the fp32 master
+parameter is the parameter itself). Source: ZeRO, section 5.1.
 """
 
 import functools
@@ -281,11 +278,7 @@ def _check_transformation(tx: object, example: str) -> None:
 
 
 def check_made_for(tx: object, config: Config) -> None:
-    """Checks that a transformation was wrapped for these settings.
-
-    Raises:
-      ValueError: It is no transformation, a plain optax transformation, or has other settings.
-    """
+    """Raises ValueError for a transformation that was not wrapped, or for other settings."""
     _check_transformation(tx, "zero.optimizer(optax.adamw(1e-3))")
     if not isinstance(tx, ZeroTransform):
         raise ValueError(
@@ -302,11 +295,7 @@ def check_made_for(tx: object, config: Config) -> None:
 
 
 def guard_of(state: PyTree) -> Guard:
-    """Returns the guard of an optimizer state.
-
-    Raises:
-      ValueError: The state is that of a plain optax transformation.
-    """
+    """Returns the guard of an optimizer state; raises ValueError for a state of plain optax."""
     if not isinstance(state, ZeroState):
         raise ValueError(
             f"the optimizer state is a {type(state).__name__}: make it with the wrapped "

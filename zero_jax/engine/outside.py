@@ -26,12 +26,7 @@ Tangents = tuple[jax.Array | SymbolicZero, ...]
 def differentiable(
     program: Callable[[Traced], Callable[..., Result]], traced: Traced
 ) -> Callable[..., Result]:
-    """Returns a function whose results have derivatives with respect to all of its arguments.
-
-    Args:
-      program: Makes the function of a traced loss.
-      traced: The loss as the engine differentiates it.
-    """
+    """Returns `program(traced)` with derivatives with respect to all of its arguments."""
 
     def run(*args: PyTree) -> Result:
         flat, treedef = jax.tree.flatten(args)

@@ -7,12 +7,11 @@ numbers that a sum over it is divided by: the dataflow facts `RowFact`. An unkno
 wrong.
 """
 
-import dataclasses
 import functools
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
@@ -50,15 +49,9 @@ def check(
     weighted: bool,
     told: set[str],
 ) -> None:
-    """Warns, once a loss, of a likely sum over rows and of statistics; see `facts_of`.
+    """Raises ValueError for a certain sum over rows; warns of a likely one, and of statistics.
 
-    Args:
-      parts: Devices times micro-batches.
-      weighted: True if the loss is `Weighted`.
-      told: Warnings given before; extended.
-
-    Raises:
-      ValueError: The loss certainly is a sum over rows.
+    A batch has `parts` parts, devices times micro-batches. Warnings in `told` are not repeated.
     """
     if parts == 1:
         return
@@ -73,8 +66,7 @@ def check(
             warnings.warn(message, stacklevel=2)
 
 
-@dataclasses.dataclass(frozen=True)
-class RowFact:
+class RowFact(NamedTuple):
     """The rows of a value, and sums over them.
 
     Attributes:
@@ -105,14 +97,10 @@ class RowFact:
     of_row: bool = False
     reduced: bool = False
 
-    def but(self, **changes: Any) -> "RowFact":
-        """Returns the fact with other values of some fields."""
-        return dataclasses.replace(self, **changes)
-
     def scaled_like(self, other: "RowFact") -> "RowFact":
         """Returns the fact of a value that is multiplied if another is."""
-        names = ("over", "whole", "summed", "sure", "of_row")
-        return self.but(**{name: getattr(other, name) for name in names})
+        made = self._replace(over=other.over, whole=other.whole, summed=other.summed)
+        return made._replace(sure=other.sure, of_row=other.of_row)
 
     @property
     def is_mean(self) -> bool:
@@ -130,7 +118,7 @@ def facts_of(
 ) -> tuple[RowFact, bool]:
     """Returns the fact of a loss, the first result, and True if it combines one device's rows.
 
-    `trained` is True for inputs that are trained leaves, `batch` for arrays with the rows as dim 0.
+    Inputs are `trained` leaves, arrays of the `batch` with the rows as dim 0, and others.
 
     >>> def of(loss):
     ...     return facts_of(jax.make_jaxpr(loss)(1.0, jnp.ones(6)), [True, False], [False, True])
@@ -176,13 +164,13 @@ class _Rows(Forward[RowFact]):
 
     def sliced(self, fact: RowFact) -> RowFact:
         if fact.dim == 0:
-            return fact.but(dim=None, of_row=True)
-        return fact.but(dim=None if fact.dim is None else fact.dim - 1)
+            return fact._replace(dim=None, of_row=True)
+        return fact._replace(dim=None if fact.dim is None else fact.dim - 1)
 
     def stacked(self, fact: RowFact) -> RowFact:
         if fact.of_row:
-            return fact.but(dim=0, of_row=False)
-        return fact.but(dim=None if fact.dim is None else fact.dim + 1)
+            return fact._replace(dim=0, of_row=False)
+        return fact._replace(dim=None if fact.dim is None else fact.dim + 1)
 
     def carried(self, state: RowFact, made: RowFact) -> RowFact:
         return state
@@ -195,10 +183,10 @@ class _Rows(Forward[RowFact]):
             return one
         fact, dims = _combined([one, other], _made_of([one, other])), {one.dim, other.dim} - {None}
         counts = one.counts and other.counts
-        fact = fact.but(dim=dims.pop() if len(dims) == 1 else None, counts=counts)
+        fact = fact._replace(dim=dims.pop() if len(dims) == 1 else None, counts=counts)
         if (one.over, one.summed) == (other.over, other.summed):
-            return fact.but(summed=one.summed)
-        return fact.but(over=1.0, sure=False)
+            return fact._replace(summed=one.summed)
+        return fact._replace(over=1.0, sure=False)
 
     def default(self, eqn: jex.JaxprEqn, values: list[RowFact]) -> Sequence[RowFact]:
         if eqn.primitive.name in EQUAL_RESULTS | {"all_to_all"}:
@@ -207,17 +195,17 @@ class _Rows(Forward[RowFact]):
         dims, base = self._dims(eqn, values), _made_of(values)
         self.mixes = self.mixes or _mixes_rows(eqn, values)
         if None in dims and any(f.dim is not None for f in values):
-            base = base.but(reduced=True)
+            base = base._replace(reduced=True)
         if not any(map(is_float, eqn.outvars)):
-            base = base.but(counts=True)
+            base = base._replace(counts=True)
         fact, made = self._scaled(eqn, values, base), []
         for var, dim in zip(eqn.outvars, dims, strict=True):
             if dim is None:
-                made.append(fact.but(dim=None))
+                made.append(fact._replace(dim=None))
             else:
                 # Along a dim of fewer elements there are groups, whose rows are in another dim.
                 sure = fact.sure and not 0 < shape_of(var)[dim] < self._rows
-                made.append(fact.but(summed=0, statistic=False, dim=dim, sure=sure))
+                made.append(fact._replace(summed=0, statistic=False, dim=dim, sure=sure))
         return made
 
     def _dims(self, eqn: jex.JaxprEqn, values: list[RowFact]) -> list[Dim]:
@@ -236,16 +224,16 @@ class _Rows(Forward[RowFact]):
             return first
         if name in ("square", "integer_pow") and not first.summed:
             power = min(eqn.params.get("y", 2), 8)
-            return base.scaled_like(first).but(over=_bounded(first.over) ** power)
+            return base.scaled_like(first)._replace(over=_bounded(first.over) ** power)
         if name in _LINEAR:
             first = next((f for f in values if f.dim is not None or f.summed), first)
             pending = first.pending if name == "convert_element_type" else 0
-            return base.scaled_like(first).but(pending=pending)
+            return base.scaled_like(first)._replace(pending=pending)
         if name == "reduce_sum":
             axes, shape = eqn.params["axes"], shape_of(eqn.invars[0])
             summed = self._counted(eqn.invars[0], first, axes) or first.summed
             pending = 0 if summed else math.prod(shape[d] for d in axes)
-            return base.scaled_like(first).but(summed=summed, pending=pending)
+            return base.scaled_like(first)._replace(summed=summed, pending=pending)
         with_rows = [f for f in values if f.dim is not None]
         if name in _ADD:  # one certain sum over rows among the addends makes it one
             sums = sorted((f for f in values if f.summed), key=lambda f: (not f.is_sum, not f.sure))
@@ -269,28 +257,28 @@ class _Rows(Forward[RowFact]):
         if other.number is None:
             return _times(one, other, base, divides=name == "div")
         if one.number is not None or other.number == 0 or not math.isfinite(other.number):
-            return base.but(sure=False)
+            return base._replace(sure=False)
         times, made = abs(other.number), base.scaled_like(one)
         times = times if name == "div" else 1 / times
         if one.pending > 1 and times == one.pending:  # a mean over features
-            return made.but(sure=made.sure and one.pending != self._rows)
+            return made._replace(sure=made.sure and one.pending != self._rows)
         over, count = _bounded(one.over * times), one.summed or self._rows
         whole = one.whole or _is_multiple(times, count) or _is_multiple(over, count)
         # An unbiased variance divides by one less.
         unbiased = count > 2 and any(_is_multiple(n, count - 1) for n in (times, over))
-        return made.but(over=over, whole=whole, sure=made.sure and not unbiased)
+        return made._replace(over=over, whole=whole, sure=made.sure and not unbiased)
 
     def _product(self, eqn: jex.JaxprEqn, values: list[RowFact], base: RowFact) -> RowFact:
         contracted = eqn.params["dimension_numbers"][0]
         summed = list(map(self._counted, eqn.invars, values, contracted))
         made = _times(values[0], values[1], base, divides=False)
         if all(summed):
-            return made.but(summed=summed[0])
+            return made._replace(summed=summed[0])
         if any(summed):
-            return base.but(sure=False)
+            return base._replace(sure=False)
         # A sum over features contains no weight that counts the rows.
         sure = base.sure and all(f.sure for f in values)
-        return made.but(sure=sure) if any(f.trained for f in values) else made
+        return made._replace(sure=sure) if any(f.trained for f in values) else made
 
 
 def _made_of(values: Sequence[RowFact]) -> RowFact:
@@ -310,7 +298,7 @@ def _combined(cases: Sequence[RowFact], base: RowFact) -> RowFact:
     """Returns the fact of a sum or a choice of values with rows."""
     alike = len({f.over for f in cases}) == 1
     over, sure = cases[0].over if alike else 1.0, alike and all(f.sure for f in cases)
-    return base.but(over=over, sure=sure, whole=any(f.whole for f in cases))
+    return base._replace(over=over, sure=sure, whole=any(f.whole for f in cases))
 
 
 def _times(one: RowFact, other: RowFact, base: RowFact, *, divides: bool) -> RowFact:
@@ -325,7 +313,7 @@ def _times(one: RowFact, other: RowFact, base: RowFact, *, divides: bool) -> Row
     # Another factor may divide by the number of rows.
     scales_nothing = (f.trained or (f.counts and f.dim is not None) for f in (one, other))
     sure = base.sure and one.sure and other.sure and all(scales_nothing)
-    return base.but(over=over, sure=sure, whole=one.whole or other.whole)
+    return base._replace(over=over, sure=sure, whole=one.whole or other.whole)
 
 
 def _mixes_rows(eqn: jex.JaxprEqn, values: list[RowFact]) -> bool:
