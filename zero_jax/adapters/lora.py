@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from zero_jax.adapters.matrix import Dims, Matrix, run
-from zero_jax.adapters.quantised import KINDS, Quantised, is_whole, named, quantise
+from zero_jax.adapters.matrix import Dims, Matrix, is_matrix, run
+from zero_jax.adapters.quantised import KINDS, Quantised, mapped, quantise
 from zero_jax.names import unknown
 from zero_jax.sharding import paths
 from zero_jax.sharding.paths import PyTree
@@ -146,8 +146,7 @@ class Adapted:
                     return packed
             return leaf.astype(_FLOATS.get(self.lora.base, jnp.bfloat16))
 
-        leaves = [one(name, leaf) for name, leaf in paths.named_leaves(params)]
-        return jax.tree.unflatten(jax.tree.structure(params), leaves)
+        return mapped(one, params)
 
     def new(self, params: PyTree) -> PyTree:
         """Initialises adapters: A uniformly like `torch.nn.Linear`, B with zeros."""
@@ -164,35 +163,26 @@ class Adapted:
 
     def loss(self, params: PyTree, batch: PyTree, *extras: PyTree) -> PyTree:
         """Computes the loss of the adapted model, for `Zero`; never materialises W + s·A·B."""
-        leaves, structure = self._matrices(params, params["lora"][self.targets[0]]["a"].dtype)
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-        closed, out_shapes = jax.make_jaxpr(self.loss_fn, return_shape=True)(
-            jax.tree.unflatten(structure, shapes), batch, *extras
-        )
-        outs = run(closed, [*leaves, *jax.tree.leaves((batch, extras))])
-        return jax.tree.unflatten(jax.tree.structure(out_shapes), outs)
+        compute = params["lora"][self.targets[0]]["a"].dtype
+        return run(self.loss_fn, self._matrices(params, compute), (batch, *extras))
 
-    def _matrices(
-        self, params: PyTree, compute: DTypeLike
-    ) -> tuple[list[jax.Array | Matrix], jax.tree_util.PyTreeDef]:
-        """Returns the leaves of the adapted model in the compute dtype, and its structure."""
-        leaves: list[jax.Array | Matrix] = []
-        for name, leaf in named(params["base"]):
+    def _matrices(self, params: PyTree, compute: DTypeLike) -> PyTree:
+        """Returns the adapted model in the compute dtype, with a `Matrix` for some leaves."""
+
+        def one(name: str, leaf: jax.Array | Quantised) -> jax.Array | Matrix:
             low = params["lora"].get(name)
             if low is not None or isinstance(leaf, Quantised):
                 pair = None if low is None else (low["a"], low["b"])
                 dims, scale = self.multiplied[name], self.lora.scale
-                leaves.append(Matrix(leaf, pair, name, compute, dims, scale))
-            else:
-                is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-                leaves.append(leaf.astype(compute) if is_float else leaf)
-        return leaves, jax.tree.structure(params["base"], is_leaf=is_whole)
+                return Matrix(leaf, pair, name, compute, dims, scale)
+            return leaf.astype(compute) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+        return mapped(one, params["base"])
 
     def merged(self, params: PyTree) -> PyTree:
         """Returns the full fp32 model with its adapters added, for sampling or inspection."""
-        leaves, structure = self._matrices(params, jnp.float32)
-        full = [x.whole() if isinstance(x, Matrix) else x for x in leaves]
-        return jax.tree.unflatten(structure, full)
+        tree = self._matrices(params, jnp.float32)
+        return jax.tree.map(lambda x: x.whole() if is_matrix(x) else x, tree, is_leaf=is_matrix)
 
 
 def _multiplied(
@@ -200,22 +190,19 @@ def _multiplied(
 ) -> dict[str, Dims]:
     """Returns the leaves that a loss uses only in matrix products, always along the same dims."""
     reads: dict[str, set[Dims | None]] = {}
-    shapes = jax.eval_shape(lambda x: x, params)
-    names = [name for name, _ in paths.named_leaves(shapes)]
 
-    def traced(params: PyTree, batch: PyTree, *extras: PyTree) -> PyTree:
-        closed = jax.make_jaxpr(loss_fn)(shapes, batch, *extras)
-        leaves = [
-            Matrix(x, None, name, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-            for name, x in zip(names, jax.tree.leaves(params), strict=True)
-        ]
-        others = jax.tree.leaves((batch, extras))
-        return run(closed, [*leaves, *others], lambda p, d: reads.setdefault(p, set()).add(d))
+    def one(name: str, leaf: jax.Array) -> jax.Array | Matrix:
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return Matrix(leaf, None, name, leaf.dtype) if is_float else leaf
 
-    jax.eval_shape(traced, shapes, batch, *extras)
+    def traced(params: PyTree, *args: PyTree) -> PyTree:
+        note = lambda path, dims: reads.setdefault(path, set()).add(dims)  # noqa: E731
+        return run(loss_fn, mapped(one, params), args, note)
+
+    jax.eval_shape(traced, params, batch, *extras)
     return {
         name: dims
-        for name in names
+        for name, _ in paths.named_leaves(params)
         for dims in reads.get(name, ())
         if len(reads[name]) == 1 and dims is not None and dims.inputs and dims.outputs
     }

@@ -108,12 +108,26 @@ Value = PyTree  # an array, or a `Matrix` in its place
 Seen = Callable[[str, Dims | None], object]
 
 
+def is_matrix(value: Value) -> bool:
+    """Returns True for a `Matrix`."""
+    return isinstance(value, Matrix)
+
+
 def run(
-    closed: jex.ClosedJaxpr, args: Sequence[Value], seen: Seen = lambda *_: None
-) -> list[Value]:
-    """Evaluates a traced loss on arrays and matrices; calls `seen` at each read of a matrix."""
+    loss_fn: Callable[..., PyTree],
+    params: PyTree,
+    args: tuple[PyTree, ...],
+    seen: Seen = lambda *_: None,
+) -> PyTree:
+    """Evaluates a loss of parameters with matrices; calls `seen` at each read of a matrix."""
+    leaves, structure = jax.tree.flatten(params, is_leaf=is_matrix)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    closed, out_shapes = jax.make_jaxpr(loss_fn, return_shape=True)(
+        jax.tree.unflatten(structure, shapes), *args
+    )
     evaluator = _Adapted(seen)
-    return evaluator.opened(evaluator.evaluate(closed, args))
+    outs = evaluator.opened(evaluator.evaluate(closed, [*leaves, *jax.tree.leaves(args)]))
+    return jax.tree.unflatten(jax.tree.structure(out_shapes), outs)
 
 
 class _Adapted(Evaluator[Value]):
@@ -122,7 +136,7 @@ class _Adapted(Evaluator[Value]):
         self._seen, self._in_loop = seen, in_loop
 
     def is_replaced(self, value: Value) -> bool:
-        return isinstance(value, Matrix)
+        return is_matrix(value)
 
     def opened(self, values: Sequence[Value]) -> list[Value]:
         """Returns the values, with full arrays in place of matrices."""

@@ -13,6 +13,7 @@ Source: Dettmers et al., QLoRA, arXiv:2305.14314, section 3 and appendix E.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +88,12 @@ def named(tree: PyTree) -> list[tuple[str, PyTree]]:
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_whole)
     numbered = jax.tree.unflatten(treedef, range(len(leaves)))
     return [(path, leaves[i]) for path, i in paths.named_leaves(numbered)]
+
+
+def mapped(fun: Callable[[str, PyTree], PyTree], tree: PyTree) -> PyTree:
+    """Returns a tree with `fun(path, leaf)` in place of each leaf of `named`."""
+    leaves = [fun(path, leaf) for path, leaf in named(tree)]
+    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_whole), leaves)
 
 
 def is_whole(node: PyTree) -> bool:

@@ -537,7 +537,8 @@ class _StreamedLeaf:
         self._on_host = {key for key, x in self.arrays.items() if is_on_host(x)}
         # Concatenated from its pieces at the end: XLA writes a piece in place where it computes it,
         # but codes are in memory before, and it would copy the whole array for each piece.
-        self._joined = {key for key in self.arrays if key[0] in self._codings} - self._on_host
+        of_codes = [key for key in sorted(self.arrays) if key[0] in self._codings]
+        self._joined = [key for key in of_codes if key not in self._on_host]
         specs = self.split.stored_spec, scales_split(self.split).stored_spec
         self.specs = {(i, k): specs[k] for i, k in self.arrays}
         # Of one element during the update.
@@ -552,7 +553,7 @@ class _StreamedLeaf:
         pairs = list(zip(axes, self.split.device_shape, strict=False))
         offsets = [0 if axis is None else jax.lax.axis_index(axis) * n for axis, n in pairs]
         most = max(1, piece_bytes // self.bytes)
-        joined: dict[Key, list[tuple[tuple[int, ...], jax.Array]]] = {}
+        joined = {key: list[tuple[tuple[int, ...], jax.Array]]() for key in self._joined}
         coding = next(iter(self._codings.values()), None)  # all have equal blocks
         for places in boxes(self.split, most, coding):
             if before is not None:  # reads of this leaf follow all stores to leaf `before`
@@ -566,20 +567,18 @@ class _StreamedLeaf:
                 piece = jax.lax.slice(x, *places[key[1]])
                 pieces[key] = to_device(piece) if key in self._on_host else piece
             starts = [offset + a for offset, a in zip(offsets, places[0][0], strict=True)]
-            codes: Group = {}
-            for key, piece in self._on_piece(pieces, scalars, starts).items():
-                piece, start = piece.astype(mine[key].dtype), places[key[1]][0]
-                if key in self._joined:
-                    codes[key] = piece
-                else:
-                    if key in self._on_host:
-                        piece = jax.device_put(piece, jax.memory.Space.Host)
-                    mine[key] = jax.lax.dynamic_update_slice(mine[key], piece, start)
+            new = self._on_piece(pieces, scalars, starts)
+            codes = {key: new.pop(key) for key in self._joined}
+            for key, piece in new.items():
+                if key in self._on_host:
+                    piece = jax.device_put(piece, jax.memory.Space.Host)
+                start = places[key[1]][0]
+                mine[key] = jax.lax.dynamic_update_slice(mine[key], piece, start)
             if codes:  # complete before the next piece begins, like those that are stored
                 held, codes = jax.lax.optimization_barrier((mine, codes))
                 mine.update(held)
             for key, piece in codes.items():
-                joined.setdefault(key, []).append((places[key[1]][0], piece))
+                joined[key].append((places[key[1]][0], piece))
         for key, rows in joined.items():
             dim = self._codings[key[0]].block_dim or 0
             mine[key] = _concatenated(rows, dim).reshape(mine[key].shape)
