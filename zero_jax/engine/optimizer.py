@@ -144,7 +144,6 @@ class ZeroTransform(optax.GradientTransformationExtraArgs):
             self._traced(jax.eval_shape(layout.unpad, params)),
             params,
             init_guard(self.config.precision),
-            functools.partial(next_guard, precision=self.config.precision),
             self.config.offload,
             resume=resume,
         )

@@ -13,7 +13,7 @@ from zero_jax.distributed.agreement import check_agreement
 from zero_jax.engine import grads
 from zero_jax.engine.compiler import CheckedJit, XlaOptions
 from zero_jax.engine.config import AUTO, Config
-from zero_jax.engine.loss_scale import Guard
+from zero_jax.engine.loss_scale import Guard, next_guard
 from zero_jax.engine.optimizer import ZeroState, ZeroTransform, check_made_for, guard_of
 from zero_jax.engine.trace import Traced
 from zero_jax.sharding import layout, paths
@@ -136,7 +136,8 @@ class TrainStep:
             )
         guard, files = guard_of(opt_state), opt_state.inner
         out = self._gradients(params, batch, extras, guard.loss_scale)
-        params, after = files.step(out.grads, params, guard, finite=out.finite, loss=out.loss)
+        after = next_guard(guard, out.finite, self.settings.precision)
+        params = files.step(out.grads, params, after, finite=out.finite, loss=out.loss)
         return params, ZeroState(files, after), _metrics(out, after, guard.loss_scale)
 
     @functools.cached_property

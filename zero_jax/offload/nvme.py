@@ -223,8 +223,7 @@ class StateFiles:
     """The optimizer state, the guard and perhaps master parameters in files, and their update.
 
     It is a node without leaves in the place of the transformation's state. With `resume` the files
-    exist. `next_guard` returns the guard after a step, given that before it and whether the step
-    counts.
+    exist.
     """
 
     def __init__(
@@ -233,15 +232,13 @@ class StateFiles:
         update: PiecewiseUpdate,
         params: PyTree,
         guard: PyTree,
-        next_guard: Callable[[PyTree, jax.Array], PyTree],
         offload: Offload,
         *,
         resume: bool,
     ):
         self.mesh, self._offload, self._tx, self._update = update.mesh, offload, tx, update
         self.flat = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
-        self._guard, self._next_guard = guard, next_guard
-        full = jax.eval_shape(layout.unpad, params)
+        self._guard, full = guard, jax.eval_shape(layout.unpad, params)
         self._abstract = jax.eval_shape(tx.init, full)
         self.params = self._arrays("param", full, update.splits) if offload.params else []
         self.state = self._arrays("state", self._abstract, update.of_state)
@@ -334,14 +331,22 @@ class StateFiles:
 
     def step(
         self, grads: PyTree, params: PyTree, guard: PyTree, finite: jax.Array, loss: jax.Array
-    ) -> tuple[PyTree, PyTree]:
-        """Returns parameters and guard after a step, which is written to the other slot."""
+    ) -> PyTree:
+        """Returns the parameters after a step, which is written to the other slot.
+
+        Args:
+          grads: Gradients.
+          params: Parameters.
+          guard: The guard after the step.
+          finite: Whether the step counts.
+          loss: The loss, for the transformation.
+        """
         update, now = self._update, self.store.step
         flat, (new, treedef) = jax.tree.leaves(grads), jax.tree.flatten(params)
         count = len(new)
         inputs = dict(enumerate(flat)) | {i: x.fetch() for i, x in self._at_once.items()}
         inputs |= dict(enumerate((*new, loss), update.first_param))
-        outputs, operands, guard = self._prepared(inputs, guard, finite)
+        outputs, operands = self._prepared(inputs, finite)
         new = [outputs.get(at, leaf) for at, leaf in enumerate(new)]
         # A piece is written while the devices compute the next one.
         unwritten: list[tuple[FileArray, int, jax.Array]] = []
@@ -366,15 +371,14 @@ class StateFiles:
         others = [(x, new[at]) for at, x in enumerate(self.params) if at not in update.recipes]
         others += [(x, outputs[i]) for i, x in self._at_once.items()]
         self._finish(now + 1, others, guard)
-        return jax.tree.unflatten(treedef, new), guard
+        return jax.tree.unflatten(treedef, new)
 
     def _prepare(
-        self, inputs: Mapping[int, jax.Array], guard: PyTree, finite: jax.Array
-    ) -> tuple[dict[int, jax.Array], dict[int, Operands], PyTree]:
-        """Computes what is not updated in pieces, the operands of pieces, and the guard."""
+        self, inputs: Mapping[int, jax.Array], finite: jax.Array
+    ) -> tuple[dict[int, jax.Array], dict[int, Operands]]:
+        """Computes what is not updated in pieces, and the operands of pieces."""
         values, operands = self._update.prepare(inputs)
-        outputs = self._update.outputs(values, inputs, finite, apply=True)
-        return outputs, operands, self._next_guard(guard, finite)
+        return self._update.outputs(values, inputs, finite, apply=True), operands
 
     def _program(self, at: int, size: int) -> Callable[..., tuple[jax.Array, ...]]:
         """Returns a program: the parameter with a new piece, and pieces of states and parameter."""
