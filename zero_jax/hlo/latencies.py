@@ -3,17 +3,14 @@
 XLA for GPUs orders a program by estimates of the time of kernels and collectives, which do not know
 the interconnect. A profile replaces them (profile-guided latency estimation): a file of names and
 microseconds. Profiles are measured on a run; this one is made of the program itself, as compiled
-before, and of a target's peak rates. So the overlap of an ahead-of-time compilation is that of the
-run.
-
-The numbers fit the scheduler's model of the machine, and are not times:
+before, and of a target's peak rates. The numbers fit the scheduler's model of the machine, and are
+not times:
 
 - In that model concurrent collectives cost nothing extra, here they share one interconnect: each
   gets as many times its latency as collectives may run at once.
-- The scheduler works from the end of the program, and treats concurrent collectives as independent.
-  Of reduce-scatters that only the update uses, the last would start at the very end, one right
-  after the other. Each latency is increased by the time that it could have started earlier, at most
-  to its double.
+- The scheduler works from the end of the program. Of reduce-scatters that only the update uses, the
+  last would start at the very end, one right after the other. Each latency is increased by the time
+  that it could have started earlier, at most to its double.
 """
 
 from collections.abc import Mapping, Sequence

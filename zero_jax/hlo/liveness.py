@@ -1,10 +1,9 @@
 """Temporaries of a compiled program that are live at once, read from its schedule.
 
-XLA plans memory before the program runs: it knows when each buffer is written and last read, and
-packs them into one arena, whose size it reports as `temp`. The text of the program does not contain
-that plan, but it contains the schedule. So the plan's input can be computed again: the largest set
-of buffers that are live at the same instant, each with its source line. The rest of the arena is
-fragmentation (ZeRO, section 6.3: MD); a ratio of 1.0 is none.
+XLA packs all buffers into one arena, whose size it reports as `temp`, by when each is written and
+last read. The text of the program has no such plan, but the schedule: so the largest set of buffers
+that are live at the same instant can be computed again, each with its source line. The rest of the
+arena is fragmentation (ZeRO, section 6.3: MD); a ratio of 1.0 is none.
 
 Buffers are shared as XLA shares them. Bitcasts and tuples are views. A loop updates its state in
 place. An elementwise fusion may write over an operand that nothing reads again. A result of a loop

@@ -1,18 +1,16 @@
 """`stage="auto"`: picks the stage, micro-batches, remat and host tiers that a memory limit allows.
 
-A candidate is a stage, a number of micro-batches, a remat policy with the place of its saved
-activations, and the state that is stored in host memory. Order: fewest elements sent, to other
-devices or to host memory and back; then least recomputation, full saved activations before those
-partitioned over the model axis, fewest micro-batches, and the higher stage, whose reductions
-overlap with the backward pass. Stage 0 is never a candidate: stage 1 sends as much and holds less.
-Nor is stage 1 with one micro-batch: it is stage 2.
+Candidates are considered in this order: fewest elements sent, to other devices or to host memory
+and back; then least recomputation, full saved activations before those partitioned over the model
+axis, fewest micro-batches, and the higher stage, whose reductions overlap with the backward pass.
+Stage 0 is never a candidate: stage 1 sends as much and holds less. Nor is stage 1 with one
+micro-batch: it is stage 2.
 
-A candidate that is predicted to need clearly more than the limit is dropped, and so is one that no
-program that fits can be slower than. Any other is compiled. Of the programs that fit the one with
-the shortest modelled step is chosen, of steps within `TIE` of it the smallest one. On devices
-without a modelled step time the first program that fits is chosen. Stages 1 to 3 store the same
-shards, so a `TrainStep` can choose after initialisation; where parameters and optimizer state are
-stored is then no part of the choice.
+One that is predicted to need clearly more than the limit is dropped, and so is one that no program
+that fits can be slower than. Any other is compiled. Of the programs that fit the one with the
+shortest modelled step is chosen, of steps within `TIE` of it the smallest one. On devices without a
+modelled step time the first that fits is chosen. Stages 1 to 3 store the same shards, so a
+`TrainStep` can choose after initialisation; the place of state is then no part of the choice.
 """
 
 import dataclasses
@@ -250,9 +248,8 @@ def search(
     Args:
       tried: The candidates.
       plan: Function that plans one of them.
-      limit: Bytes per device that may be used.
+      limit, host_limit: Bytes per device, in its memory and in host memory, that may be used.
       report: Called with the outcome, and with the reason why each candidate was dropped.
-      host_limit: Bytes of host memory per device that may be used.
       trained: Fraction of Ψ that is not frozen.
 
     Raises:

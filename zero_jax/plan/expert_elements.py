@@ -64,14 +64,9 @@ def groups(
 ) -> int:
     """Returns the number of groups for `stage="auto"`, by the shortest communication time.
 
-    It is 1, which gathers experts, or the largest number that divides experts and devices.
-
-    Args:
-      config: Model config; without experts the result is 1.
-      devices: Number of devices that parameters are partitioned over.
-      tokens: Tokens per device and micro-batch.
-      remat: The policy that saves most. For "none", "block" is assumed: it is only a lower bound.
-      target: See `even`.
+    It is 1, which gathers experts, or the largest number that divides experts and `devices`, over
+    which parameters are partitioned. Tokens are those per device and micro-batch. For remat "none",
+    "block" is assumed: it is only a lower bound.
 
     >>> from zero_jax.models.decoder import Mixture, preset
     >>> groups(preset("mixtral-8x7b", mixture=Mixture(8, 2, capacity=1.0)), 64, 4096, "block")

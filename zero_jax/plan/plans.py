@@ -157,8 +157,7 @@ class Plan:
           ValueError: A loop with a collective has an unknown trip count; see `countable`.
         """
         if self.compiled is not None:
-            sent = self.compiled.overlap()
-            return sent.concurrent + sent.exposed
+            return sum(c.sent_bytes for c in self.compiled.collectives)
         return sum(sent.bytes for sent in self.sent.values())
 
     @property
