@@ -17,6 +17,7 @@ import yaml
 
 import zero_jax
 from training import config
+from zero_jax.commands.settings import mesh_sizes
 from zero_jax.translate import command
 from zero_jax.translate.command import main, translate
 
@@ -67,7 +68,7 @@ def test_a_file_becomes_what_is_expected_and_each_key_is_listed_once(name):
     for one in zero.config, settings:
         assert (one.stage, one.grad_accum_steps) == (more["stage"], more["grad_accum_steps"])
         assert str(one.remat) == more["remat"]
-    assert config.mesh_sizes(settings.mesh) == mesh
+    assert mesh_sizes(settings.mesh) == mesh
     assert {**zero.mesh.shape, "data": 0} == {**mesh, "data": 0}
     precision = zero.config.precision
     assert (precision.compute, precision.reduce) == (expected.compute, expected.reduce)

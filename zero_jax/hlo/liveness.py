@@ -14,7 +14,7 @@ import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TypeAlias
 
 from zero_jax.hlo.hlo_text import VIEWS, Computation, Instruction, Program
 from zero_jax.hlo.kernels import UPDATES, elementwise_results, updates
@@ -59,12 +59,8 @@ class _Buffer:
         return Temporary(self.bytes, self.made_by.name, shape, self.made_by.op_name, source)
 
 
-class _Step(NamedTuple):
-    """An instruction with the buffers of its operands and of its result."""
-
-    instruction: Instruction
-    operands: list[list[_Buffer]]
-    out: list[_Buffer]
+# An instruction with the buffers of its operands and of its result.
+_Step: TypeAlias = tuple[Instruction, list[list[_Buffer]], list[_Buffer]]
 
 
 def peak(program: Program) -> Peak:
@@ -74,7 +70,7 @@ def peak(program: Program) -> Peak:
     memory before that is written are counted nevertheless. The program has to be a scheduled one.
     """
     steps = _Schedule(program).steps
-    known = dict.fromkeys(itertools.chain.from_iterable(step.out for step in steps))
+    known = dict.fromkeys(_joined(out for _, _, out in steps))
     buffers = [b for b in known if b.bytes and not b.outside]
     changes = [0] * (len(steps) + 1)
     for b in buffers:
@@ -122,7 +118,7 @@ class _Schedule:
                     buffer.dies = len(self.steps)
                 out = self._results(i, operands)
             values[i] = out
-            self.steps.append(_Step(i, operands, out))
+            self.steps.append((i, operands, out))
         results = values[computation.root]
         for buffer in results:
             buffer.dies = len(self.steps) - 1

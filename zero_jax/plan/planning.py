@@ -34,7 +34,7 @@ from zero_jax.plan.operations import device_part
 from zero_jax.plan.peak_memory import temporaries
 from zero_jax.plan.plans import Plan, Predicted, Sent
 from zero_jax.sharding import layout
-from zero_jax.sharding.layout import Partition, state_partitions
+from zero_jax.sharding.layout import state_partitions
 from zero_jax.sharding.mesh import MODEL, AnyMesh, abstract_of, batch_sharding, on_gpu
 from zero_jax.sharding.paths import PyTree, trained_part
 from zero_jax.tracing.dataflow import executed
@@ -256,11 +256,8 @@ def _transposed_bytes(leaves: Sequence[Leaf]) -> int:
     parameters of all layers before the loop, once for both passes; it transposes gradients one by
     one. The experts of a layer (E, D, F) are split along D if N does not divide E.
     """
-
-    def transposed(cut: Partition) -> bool:
-        if not cut.stacked or cut.dim is None:
-            return False
-        return math.prod(cut.device_shape[1 : len(cut.shape) + cut.dim]) > 1
-
-    cuts = [leaf.cut for leaf in leaves if leaf.opens and transposed(leaf.cut)]
-    return sum(4 * math.prod(cut.device_shape) for cut in cuts)
+    cuts = [leaf.cut for leaf in leaves if leaf.opens and leaf.cut.by_layer]
+    # Dims of one layer before the sharded one, which is counted from the end.
+    before = [cut.device_shape[1 : len(cut.shape) + (cut.dim or 0)] for cut in cuts]
+    pairs = zip(cuts, map(math.prod, before), strict=True)
+    return sum(4 * math.prod(cut.device_shape) for cut, size in pairs if size > 1)
