@@ -30,10 +30,7 @@ Rows = list[tuple[str, str]]
 _PACKAGES = ("jax", "flax", "optax", "numpy", "chex", "orbax", "nvidia-nccl", "nvidia-cudnn")
 # Prefixes of variables for JAX, XLA, NCCL, and launchers. No other variable is read: reports are
 # public.
-_SETTINGS = (
-    *("JAX_", "XLA_", "NCCL_", "CUDA_VISIBLE", "TF_", "ZERO_JAX_"),
-    *("SLURM_NTASKS", "OMPI_COMM"),
-)
+_SETTINGS = tuple("JAX_ XLA_ NCCL_ CUDA_VISIBLE TF_ ZERO_JAX_ SLURM_NTASKS OMPI_COMM".split())
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -84,16 +81,15 @@ def _versions() -> Rows:
 
 
 def _devices() -> Rows:
-    devices = jax.devices()
-    rows = [
+    devices, local = jax.devices(), jax.local_devices()[0]
+    pool = (local.memory_stats() or {}).get("bytes_limit")
+    return [
         ("backend", jax.default_backend()),
         ("devices", f"{len(devices)} x {devices[0].device_kind}"),
         ("processes", f"{jax.process_count()}, this is {jax.process_index()}"),
+        ("device memory", gigabytes(pool) + " for JAX" if pool else "unknown"),
+        ("memories", ", ".join(memory.kind for memory in local.addressable_memories())),
     ]
-    pool = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    rows.append(("device memory", gigabytes(pool) + " for JAX" if pool else "unknown"))
-    kinds = [memory.kind for memory in jax.local_devices()[0].addressable_memories()]
-    return [*rows, ("memories", ", ".join(kinds))]
 
 
 def _mesh() -> Rows:

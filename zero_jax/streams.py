@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-_RAISING = ("strict", "surrogateescape")  # defaults: of UTF-8, and of the C locale
-
 
 class _Lasting(io.FileIO):
     """A file descriptor whose output is dropped once nobody reads it any more."""
@@ -44,7 +42,7 @@ def lasting_streams() -> None:
         lasting = io.TextIOWrapper(
             io.BufferedWriter(_Lasting(number, "w", closefd=False)),
             encoding=stream.encoding,
-            errors="backslashreplace" if stream.errors in _RAISING else stream.errors,
+            errors="backslashreplace",
             line_buffering=name == "stderr" or stream.line_buffering,
             write_through=stream.write_through,
         )

@@ -5,7 +5,7 @@ optimizers can be trained in one program.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax.engine import grads, parameters
 from zero_jax.engine.compiler import CheckedJit, XlaOptions
-from zero_jax.engine.config import AUTO, Config, Stage
+from zero_jax.engine.config import AUTO, Config
 from zero_jax.engine.optimizer import ZeroTransform, check_made_for
 from zero_jax.engine.step import TrainStep
 from zero_jax.names import unknown
@@ -334,13 +334,13 @@ class ZeroChoice(auto.Choice):
 #   zero-100b  P_os+g + ZeRO-R             the paper's implementation: c4
 # Constant-size buffers (CB) and static memory planning (MD) are always on. P_a needs a `model`
 # axis, of 16 devices in the paper. Source: ZeRO (arXiv:1910.02054), section 10.1 and table 3.
-_PAPER_CONFIGS: Mapping[str, tuple[Stage, str]] = {
-    "c1": (1, "block"),
-    "c2": (1, "block@partitioned"),
-    "c3": (2, "block"),
-    "c4": (2, "block@partitioned"),
-    "c5": (2, "block@partitioned+host"),
-    "zero-100b": (2, "block@partitioned"),
+_PAPER_CONFIGS = {
+    "c1": {"stage": 1, "remat": "block"},
+    "c2": {"stage": 1, "remat": "block@partitioned"},
+    "c3": {"stage": 2, "remat": "block"},
+    "c4": {"stage": 2, "remat": "block@partitioned"},
+    "c5": {"stage": 2, "remat": "block@partitioned+host"},
+    "zero-100b": {"stage": 2, "remat": "block@partitioned"},
 }
 
 
@@ -358,5 +358,4 @@ def paper_config(name: str) -> dict[str, Any]:
     """
     if name not in _PAPER_CONFIGS:
         raise ValueError(unknown("paper_config", name, _PAPER_CONFIGS))
-    stage, remat = _PAPER_CONFIGS[name]
-    return {"stage": stage, "remat": remat}
+    return dict(_PAPER_CONFIGS[name])

@@ -84,11 +84,12 @@ class Case:
             return "attention: in blocks of queries"
         config, names = self.config, {"cudnn": "cuDNN", "xla": "in blocks of queries"}
         head_dim = getattr(config, "head_dim", config.width // config.heads)
-        dtype, said = self.zero.precision.compute, []
-        for rows, packed in (("rows", False), ("packed documents", True)):
+        dtype, said = self.zero.precision.compute, list[str]()
+        for packed in (False, True):
             kernel, reason = kernel_for(dtype, head_dim, self.row, packed=packed)
-            said.append(f"{rows}: {names[kernel]}" + (f" ({reason})" if reason else ""))
-        return f"attention on a GPU: {'; '.join(said)}. A compile check uses blocks of queries"
+            said.append(names[kernel] + (f" ({reason})" if reason else ""))
+        text = "; packed documents: ".join(dict.fromkeys(said))
+        return f"attention on a GPU: {text}. A compile check uses blocks of queries"
 
     def plan(self, stage: Stage, **options: Any) -> Plan:
         """Returns the plan of a stage; options are those of `planning.of`."""

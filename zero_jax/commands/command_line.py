@@ -163,10 +163,8 @@ def run(
         hints = typing.get_type_hints(function)
         for name, parameter in inspect.signature(function).parameters.items():
             kind, default = _kind(hints[name])[0], parameter.default
-            if default is parameter.empty:
-                command.add_argument(name, type=kind, help=help.get(name))
-            else:
-                command.add_argument(flag(name), type=kind, default=default, help=help.get(name))
+            word = name if default is parameter.empty else flag(name)
+            command.add_argument(word, type=kind, default=default, help=help.get(name))
     given = vars(parser.parse_args(args))
     return int(given.pop("run")(**given))
 

@@ -239,13 +239,8 @@ class Config:
     def wire(self) -> Wire:
         """Communication dtypes and the bucket size."""
         known = self.precision
-        return Wire(
-            compute=known.compute,
-            reduce=known.reduce,
-            bucket=self.bucket_bytes,
-            gather_bits=BITS[known.param_comm_dtype],
-            scatter_bits=BITS[known.grad_comm_dtype],
-        )
+        bits = BITS[known.param_comm_dtype], BITS[known.grad_comm_dtype]
+        return Wire(known.compute, known.reduce, self.bucket_bytes, *bits)
 
     def compiler_options(self, layers: Sequence[Layers]) -> compiler.XlaOptions:
         """Returns the `compiler_options` of `jax.jit` for a step on GPUs.
@@ -282,9 +277,9 @@ class Config:
         size = meshes.model_size(self.mesh)
         if size == 1:
             return ModelAxis(1, self.param_specs)
-        rules = (*(self.logical_axis_rules or ()), *MEGATRON)
         sequences = SEQUENCE if self.sequence_parallel else ()
-        return ModelAxis(size, self.param_specs, (*rules, *sequences))
+        rules = (*self.logical_axis_rules, *MEGATRON, *sequences)
+        return ModelAxis(size, self.param_specs, rules)
 
 
 # Signatures show the forms that may be given.
