@@ -186,8 +186,8 @@ class Zero(Config):
         """
         if self.stage == AUTO:
             raise ValueError(
-                '`stage`="auto" depends on the whole step, with the optimizer. Use '
-                "zero.train_step(loss_fn, tx), or zero.choose(loss_fn, tx, params, batch).zero"
+                '`stage`="auto" depends on the optimizer: use zero.train_step(loss_fn, tx), or '
+                "zero.choose(loss_fn, tx, params, batch).zero"
             )
         loss = grads.GlobalLoss(self.resolved, loss_fn, has_aux)
 

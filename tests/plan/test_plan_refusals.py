@@ -19,7 +19,7 @@ ROWS = {  # first words of the command, then further ones and words of its messa
     "memory --model nano": [
         ("--target h10", "'h10' 'h100'"), ("--optimizer lyon", "'lyon' lion"),
         ("--remat blocks", "'blocks' 'block'"), ("--reduce-dtype fp16", "fp16 bf16"),
-        ("--devices 6 --mesh model=4", "--devices 6 4"), ("--sequence-parallel", "none model=..."),
+        ("--devices 6 --mesh model=4", "--devices 6 4"), ("--sequence-parallel", "model=..."),
         ("--global-batch-size 12 --grad-accum-steps 2", "--global-batch-size 12 8 16"),
         ("--batch 3", "--global-batch-size"), ("--memory-limit -1", "memory_limit '-1' 80GB"),
         ("--latencies step.pbtxt", "--latencies"), ("--stage auto", "--stage zero_jax.plan auto"),

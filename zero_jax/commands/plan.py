@@ -190,18 +190,14 @@ def _meshes(settings: PlanSettings) -> int:
     """Compares tensor-parallel sizes with the same batch; returns 1 if none fits."""
     sizes = mesh_sizes(settings.mesh)
     if sizes.keys() & {"model", "data"}:
-        raise ValueError(
-            f"--mesh {settings.mesh}: meshes compares sizes of model, so leave model and data out"
-        )
+        raise ValueError(f"--mesh {settings.mesh}: meshes chooses model and data: leave both out")
     target, devices = targets.target(settings.target), devices_of(settings)
     settings = dataclasses.replace(settings, devices=devices)
     aot.check(target, devices, settings.topology)
     whole = case_of(settings)
     limit = _limit(whole, target)
     if not limit or target.platform != "cuda":
-        raise ValueError(
-            f"--target {target.name} has no modelled step time to compare meshes by: use h100"
-        )
+        raise ValueError(f"--target {target.name} has no modelled step time: use h100")
 
     def plan(mp: int, compile: bool) -> Plan:
         mesh = ",".join(f"{axis}={size}" for axis, size in {**sizes, "model": mp}.items())
@@ -278,9 +274,7 @@ def _model(settings: PlanSettings) -> tuple[families.Config, int]:
         if isinstance(config, gpt.GPTConfig):  # its positions are parameters
             config = dataclasses.replace(config, seq=tokens)
     elif vocab not in (None, config.vocab):
-        raise ValueError(
-            f"--vocab-size {vocab}: the model in {folder} has {config.vocab}; leave it out"
-        )
+        raise ValueError(f"--vocab-size {vocab}: {folder} has {config.vocab}; leave it out")
     if tokens > config.seq:
         raise ValueError(f"--seq-len {tokens}: the model has at most {config.seq} positions")
     return config, tokens

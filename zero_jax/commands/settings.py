@@ -172,8 +172,7 @@ def with_paper_config(given: Mapping[str, Any]) -> dict[str, Any]:
         return dict(given)
     if others := [flag(other) for other in ("stage", "remat") if other in given]:
         raise ValueError(
-            f"--paper-config {name} sets --stage and --remat: leave {others[0]} out, or "
-            "--paper-config; also of the file of --config"
+            f"--paper-config {name} sets --stage and --remat: leave {others[0]} out, or it"
         )
     return {**paper_config(name), **given}
 

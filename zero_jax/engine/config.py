@@ -66,9 +66,8 @@ class Converted(Generic[Given, Kept]):
 def _stage(given: Stage) -> Any:
     if given not in (0, 1, 2, 3, AUTO) or isinstance(given, bool):
         raise ValueError(
-            f"`stage`={given!r}: ZeRO has stages 0 (nothing partitioned), 1 (optimizer state), 2 "
-            '(and gradients) and 3 (and parameters). Use 3 for least memory, or "auto" for the '
-            "shortest modelled step that fits"
+            f"`stage`={given!r}: use 0 (nothing partitioned), 1 (optimizer state), 2 (and "
+            'gradients) or 3 (and parameters), or "auto" for the shortest modelled step that fits'
         )
     return given
 
@@ -136,8 +135,7 @@ class Config:
         if self.secondary_shards and (self.stage != 3 or self.mesh.shape.get(REPLICA, 1) == 1):
             raise ValueError(
                 f"`secondary_shards`=True with `stage`={self.stage!r} on {dict(self.mesh.shape)}: "
-                f"stage 3 and an axis {REPLICA!r} are required. Use stage=3 with "
-                "zero_jax.make_mesh(replica=...), or leave `secondary_shards` out"
+                f"use stage 3 and make_mesh({REPLICA}=...), or leave `secondary_shards` out"
             )
 
     def _settle(self, name: str, value: Any) -> None:
@@ -147,9 +145,8 @@ class Config:
     def _check_offload(self) -> None:
         if self.optimizer_state_dtype != FP32 and self.offload.in_files:
             raise ValueError(
-                f'`optimizer_state_dtype`="{self.optimizer_state_dtype}" with '
-                f'`offload`="{self.offload}": state in files is fp32. Use offload="optimizer" '
-                "(host memory), or leave `optimizer_state_dtype` out"
+                f'`optimizer_state_dtype`="{self.optimizer_state_dtype}": state in files is fp32. '
+                f'Use offload="optimizer" (host memory), not `offload`="{self.offload}"'
             )
         if self.offload.activations and (self.stage == AUTO or self.offload.tier != "host"):
             raise ValueError(
@@ -159,10 +156,7 @@ class Config:
 
     def _check_sequences(self, policy: policies.Remat) -> None:
         if self.sequence_parallel and meshes.model_size(self.mesh) == 1:
-            raise ValueError(
-                "`sequence_parallel`=True shards sequences over the model axis, but the mesh has "
-                "none: use zero_jax.make_mesh(model=...)"
-            )
+            raise ValueError("`sequence_parallel` needs a model axis: use make_mesh(model=...)")
         if self.sequence_parallel and not self._by_sequence:
             raise ValueError(
                 f"`sequence_parallel`=True, but `logical_axis_rules`={self.logical_axis_rules} "
@@ -177,8 +171,7 @@ class Config:
     def _check_precision(self) -> None:
         if not self.skip_nonfinite and self.precision.scaled:
             raise ValueError(
-                "`skip_nonfinite`=False with fp16: skipped steps lower the loss scale. Use bf16, "
-                "or leave `skip_nonfinite` on"
+                "`skip_nonfinite`=False: fp16 skips steps to lower its loss scale. Use bf16"
             )
         for name in ("param_comm_dtype", "grad_comm_dtype"):
             bits = getattr(self.precision, name)
