@@ -59,7 +59,7 @@ _PROG = "python -m zero_jax.plan"
 
 @dataclasses.dataclass(frozen=True)
 class TargetSettings:
-    """Device to plan for."""
+    """Device to plan for, and files to write."""
 
     target: str = setting(
         "h100", "Device kind: h100, h200, a100, b200, v5p or cpu.", metavar="DEVICE"
@@ -69,12 +69,6 @@ class TargetSettings:
         "NVLink domains x hosts x GPUs, such as 8x1x8 (default: full hosts).",
         metavar="DxHxG",
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class OutputSettings:
-    """Files to write."""
-
     json: str | None = setting(None, "JSON file of the plan.", metavar="FILE")
     plot: str | None = setting(None, "Image of the plan (requires matplotlib).", metavar="FILE")
     latencies: str | None = setting(
@@ -83,13 +77,11 @@ class OutputSettings:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlanSettings(
-    ModelSettings, DeviceSettings, ZeroSettings, LoraSettings, TargetSettings, OutputSettings
-):
+class PlanSettings(ModelSettings, DeviceSettings, ZeroSettings, LoraSettings, TargetSettings):
     """All settings of a plan."""
 
 
-GROUPS = (*SHARED, TargetSettings, OutputSettings)
+GROUPS = (*SHARED, TargetSettings)
 # The settings that a command lacks.
 LACKING = {
     "memory": ("latencies",),
