@@ -138,9 +138,11 @@ def check_range(tokens: TokenArray, vocab: int, name: str) -> None:
         chunk = tokens[start : start + CHUNK]
         outside = np.flatnonzero((chunk < 0) | (chunk >= vocab))
         if len(outside):
+            most = max(int(tokens[i : i + CHUNK].max()) for i in range(0, tokens.size, CHUNK))
             raise ValueError(
                 f"{name}: token {chunk[outside[0]]} at position {start + outside[0]} is outside "
-                f"[0, {vocab}): give a larger --vocab-size, or check how the file was tokenized"
+                f"[0, {vocab}): give --vocab-size {most + 1} or more, or check how the file was "
+                "tokenized"
             )
 
 

@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import zero_jax
-from zero_jax.checkpoint import arrays, directory, writer
+from zero_jax.checkpoint import arrays, checkpoints, directory
 from zero_jax.checkpoint.arrays import Damaged, StoredArray
 from zero_jax.checkpoint.checkpoints import Checkpoints
 from zero_jax.checkpoint.manifest import Manifest
@@ -162,7 +162,7 @@ def test_an_error_of_the_system_is_raised_with_its_file(tmp_path):
         array.write(tmp_path, [((0,), np.zeros(4, np.float32))])
 
 
-def lose_part(folder, args, write=writer.write_part):
+def lose_part(folder, args, write=checkpoints.write_part):
     """A process writes to another disk: found at the save, not at the restore."""
     write(folder, args)
     for part in folder.glob("part-*.json"):
@@ -171,7 +171,8 @@ def lose_part(folder, args, write=writer.write_part):
 
 ON_FIRE = unittest.mock.Mock(side_effect=OSError("disk on fire"))
 FAULTS = [  # Orbax says that a save is in progress when processes can't agree that it ended.
-    (StoredArray, {"write": ON_FIRE}, "on fire"), (writer, {"write_part": lose_part}, "0 of 1"),
+    (StoredArray, {"write": ON_FIRE}, "on fire"),
+    (checkpoints, {"write_part": lose_part}, "0 of 1"),
     (ocp.CheckpointManager,
      {"wait_until_finished": ON_FIRE, "is_saving_in_progress": lambda _: True}, "on fire"),
 ]  # fmt: skip
@@ -195,7 +196,9 @@ def test_checksums_of_processes_are_added(saved, monkeypatch):
     for rank, part in enumerate([{"w": 2**64 - 1, "v": 3}, {"w": 5, "v": 4}]):
         (saved / f"part-{rank:05d}.json").write_text(json.dumps(part))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    writer._write_manifest(saved, writer.SaveArgs(Manifest.read(saved / "1" / "state"), {}))
+    checkpoints._write_manifest(
+        saved, checkpoints.SaveArgs(Manifest.read(saved / "1" / "state"), {})
+    )
     found = Manifest.read(saved).arrays
     assert (found["w"].checksum, found["v"].checksum) == (4, 7)
 

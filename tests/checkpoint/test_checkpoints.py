@@ -17,9 +17,8 @@ from nvme_run import small_problem
 from problems import ODD_GPT, assert_bitwise, gpt_problem, ulps, whole, zero_on, zoo_problem
 from test_parity import OPTIMIZERS
 
-from zero_jax.checkpoint.checkpoints import Checkpoints
+from zero_jax.checkpoint.checkpoints import Checkpoints, OrbaxHandler
 from zero_jax.checkpoint.leaves import leaves
-from zero_jax.checkpoint.writer import OrbaxHandler
 
 # eps and ULPS as in test_parity.
 ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
