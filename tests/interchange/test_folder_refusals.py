@@ -177,8 +177,8 @@ BIG = {"shape": [0, 2**62], "data_offsets": [0, 0]}
 # fmt: off
 FOLDERS = [
     (PARTS[0], lambda f: (written(f, parts=tensors(1.0)) / INDEX).unlink()),
-    (f"{INDEX}.*{PARTS[1]}", lambda f: (written(f, parts=tensors(1.0)) / PARTS[1]).unlink()),
-    (f"{HEAD}.*{PARTS[0]} and {PARTS[1]}", indexed({HEAD: PARTS[1]})),
+    (f"{PARTS[1]}.*copy all", lambda f: (written(f, parts=tensors(1.0)) / PARTS[1]).unlink()),
+    (f"{HEAD}.*{PARTS[0]} and .*{PARTS[1]}", indexed({HEAD: PARTS[1]})),
     (INDEX, lambda f: written(f, index={})),
     (r"'\.\./x'", lambda f: written(f, index={EMBEDDING: "../x"})),
     (f"{ONE}.*gone", special(ONE, "link")), (f"no {ONE} and no {INDEX}", written),

@@ -341,9 +341,7 @@ def _compare(
     for leaf in wanted:
         is_value = isinstance(leaf.value, (jax.Array, np.ndarray, int, float))
         if leaf.name in kept and not is_value:
-            raise ValueError(
-                f"{leaf.name} is not restored, and `like` has no value for it: give an array"
-            )
+            raise ValueError(f"{leaf.name} is not restored: `like` must have an array for it")
     return {n: held[n] for n in new if n not in kept}, missing, extra, changed
 
 
@@ -351,10 +349,7 @@ def _check_space(directory: pathlib.Path, nbytes: int) -> None:
     """Raises OSError if the file system has too few bytes left."""
     free = shutil.disk_usage(directory).free
     if free < nbytes:
-        raise OSError(
-            f"{directory} has {free:,} bytes free, and a checkpoint needs {nbytes:,}: free space, "
-            "or keep fewer checkpoints"
-        )
+        raise OSError(f"{directory} has {free:,} bytes free and needs {nbytes:,}: free space")
 
 
 class OrbaxHandler(ocp.AsyncCheckpointHandler):

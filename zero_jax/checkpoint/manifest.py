@@ -74,9 +74,7 @@ class Manifest:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             problem = f"{type(error).__name__}, {error}"
             raise Damaged(f"{path} is damaged or forged: {problem}") from error
-        raise ValueError(
-            f"{path} was written by a later zero_jax ({version}): install that or a later one"
-        )
+        raise ValueError(f"{path} is of a later zero_jax: install {version} or later")
 
 
 def write_seal(folder: pathlib.Path) -> None:

@@ -53,14 +53,10 @@ def initialize(
         coordinator, num_processes, process_id = launcher_arguments()
     if coordinator is None or num_processes is None or process_id is None:
         raise ValueError(
-            f"coordinator={coordinator!r}, num_processes={num_processes!r}, "
-            f"process_id={process_id!r}: give all three, or none under SLURM or Open MPI"
+            f"{coordinator=}, {num_processes=}, {process_id=}: give all, or none under a launcher"
         )
     if not 0 <= process_id < num_processes:
-        raise ValueError(
-            f"process_id={process_id} of num_processes={num_processes}: the rank must be from "
-            f"0 to {num_processes - 1}"
-        )
+        raise ValueError(f"{process_id=} of {num_processes=}: ranks begin at 0")
     if not wait_seconds > 0:
         raise ValueError(f"wait_seconds={wait_seconds!r}: it must be a positive number")
     host, port = parse_address(coordinator)

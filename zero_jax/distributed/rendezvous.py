@@ -76,10 +76,7 @@ def parse_address(coordinator: str) -> Address:
     """
     host, _, port = coordinator.rpartition(":")
     if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
-        raise ValueError(
-            f"coordinator={coordinator!r}: it must be host:port of process 0, with a port from 1 "
-            "to 65535, for example 10.0.0.1:7878"
-        )
+        raise ValueError(f"coordinator={coordinator!r}: it must be host:port, like 10.0.0.1:7878")
     return host.strip("[]"), int(port)
 
 

@@ -91,9 +91,8 @@ def _check_not_quantised(known: Mapping[str, object]) -> None:
     for name in _QUANTISED:
         if given := known.get(name) or inner.get(name):
             raise ValueError(
-                f"`{name}` declares quantised weights, and only fp32, bf16 and fp16 are supported: "
-                "use the original folder (LoRA quantises its base model itself, `base`=nf4). It is "
-                f"{given!r}"
+                "quantised weights are unsupported: use the original folder (LoRA quantises its "
+                f"base model itself, `base`=nf4). `{name}` is {given!r}"
             )
 
 

@@ -68,7 +68,7 @@ class Tensors:
             head = self._names.pop(layout.tied[0])
             embedding = self._names.setdefault(layout.tied[1], head)
             if files.kinds[head] != files.kinds[embedding]:
-                self.problems.append(f"{head} differs from {embedding}, but they are tied")
+                self.problems.append(f"tied {head} differs from {embedding}")
             self._copies = {embedding: head} if embedding != head else {}
         known = {full: files.kinds[name][0] for full, name in self._names.items()}
         self.problems += differences({place.name: place.shape for place in layout.places}, known)
@@ -95,9 +95,7 @@ class Tensors:
                 part = place.turn.part(tensor, starts[stacks:], stops[stacks:])
                 head = self._copies.get(name)  # of an embedding, which is stored alike
                 if head and not np.array_equal(self.files.read(head, starts, stops), part):
-                    raise ValueError(
-                        f"{self._where}: {head} differs from {name}, but they are tied"
-                    )
+                    raise ValueError(f"{self._where}: tied {head} differs from {name}")
                 out[index] = part
             return out
 

@@ -136,9 +136,8 @@ def load_adapter(folder: Path, config: hf.Config) -> dict[str, dict[str, np.ndar
     tensors = Tensors(path, files, layout)
     if tensors.problems:
         raise ValueError(
-            f"{path}: the adapters do not fit the model, where `r` is {rank} in {ADAPTER_CONFIG}: "
-            f"{few(tensors.problems)}. Give the files of one adapter and the config of its base "
-            "model; adapters of several ranks are unsupported"
+            f"{path}: adapters of one rank, for the matrices of the model, are required; `r` is "
+            f"{rank} in {ADAPTER_CONFIG}: {few(tensors.problems)}"
         )
     found: dict[str, dict[str, np.ndarray]] = {}
     for name, shape in layout.shapes.items():
