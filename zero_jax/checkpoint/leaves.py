@@ -130,10 +130,7 @@ def leaves(tree: PyTree) -> list[NamedLeaf]:
         if times[name] > 1:
             raise ValueError(f"two leaves have the path {name!r}: give them different paths")
         if not isinstance(leaf.value, _KINDS):
-            raise ValueError(
-                f"{name} is a {type(leaf.value).__name__}, and a checkpoint holds arrays and "
-                "numbers: put other values into `extra`"
-            )
+            raise ValueError(f"{name} is a {type(leaf.value).__name__}: put it into `extra`")
         result.append(leaf)
     return result
 

@@ -142,8 +142,5 @@ def _read(name: str) -> int:
     least = 0 if name.endswith(("ID", "RANK")) else 1
     text = os.environ.get(name, str(least))
     if not re.fullmatch("[0-9]{1,10}", text) or int(text) < least:
-        raise ValueError(
-            f"the environment variable {name}={text!r} must be an integer of at least {least}: "
-            "unset it to start without a launcher"
-        )
+        raise ValueError(f"{name}={text!r} is no integer from {least} on: unset this variable")
     return int(text)

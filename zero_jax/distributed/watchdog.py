@@ -204,14 +204,13 @@ class Watchdog:
                 at = "before its first step" if number is None else f"after step {number}"
                 self.end_run(
                     f"{process_name(self._rank)} has been stuck in {activity.name} for "
-                    f"{now - activity.since:.0f} s, {at}; the limit is {activity.limit:.0f} s. The "
-                    "stack traces show where. To allow more time, increase `dead_after` "
-                    "(train.py: --heartbeat-timeout-seconds)"
+                    f"{now - activity.since:.0f} s, {at}; the limit is {activity.limit:.0f} s. To "
+                    "allow more, increase `dead_after` (train.py: --heartbeat-timeout-seconds)"
                 )
 
     def _check_peer(self, peer: Peer) -> None:
         """Ends the run if another process ends it, is dead, or is stopped."""
-        state = peer.state
+        state, name = peer.state, peer.state.get("name")
         if self._ended.is_set():
             return
         if "verdict" in state:
@@ -219,9 +218,7 @@ class Watchdog:
         elif state.get("left") or (state.get("failed") and self._error is not None):
             return
         elif peer.is_closed:
-            at = f"this process was at step {self._number or 0}"
-            self.end_run(f"{state.get('name')} is gone: its connection ended; {at}")
+            self.end_run(f"{name} is gone: its connection ended at step {self._number or 0}")
         elif peer.silence > self._dead_after:
-            silent = f"{state.get('name')} has sent no heartbeat for {peer.silence:.0f} s"
-            at = f"last seen at step {state.get('step') or 0}"
-            self.end_run(f"{silent}, {at}: it is dead or stopped")
+            silent = f"{name} has sent no heartbeat for {peer.silence:.0f} s"
+            self.end_run(f"{silent}, last at step {state.get('step') or 0}: it is dead or stopped")

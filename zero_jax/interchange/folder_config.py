@@ -47,11 +47,7 @@ def config(folder: Path) -> hf.Config:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Returns the content of config.json.
-
-    Raises:
-      ValueError: It is missing, or is not a JSON object.
-    """
+    """Returns the content of config.json; raises ValueError if it is missing or no JSON object."""
     path = pathlib.Path(folder) / CONFIG
     if not os.path.lexists(path):
         raise ValueError(
@@ -62,11 +58,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the object in a JSON file.
-
-    Raises:
-      ValueError: It is missing, a pipe or a folder, longer, or no JSON object.
-    """
+    """Returns the object in a JSON file; raises ValueError if it is missing, long or no object."""
     check_regular(path)
     length = path.stat().st_size
     if length > _MOST_BYTES:
@@ -99,10 +91,7 @@ def _check_not_quantised(known: Mapping[str, object]) -> None:
 def copy_tokenizer(origin: pathlib.Path, out: pathlib.Path, *, replace: bool = False) -> None:
     """Copies the tokenizer, the chat template and generation_config.json of a folder.
 
-    Args:
-      origin: Folder to read.
-      out: Folder of a model.
-      replace: Removes the tokenizer of `out` first, and keeps its generation_config.json.
+    With `replace`, removes the tokenizer of `out` first, and keeps its generation_config.json.
     """
     for name in _TOKENIZER if replace else (*_TOKENIZER, GENERATION):
         if replace:
@@ -117,10 +106,6 @@ def end_with(folder: pathlib.Path, ends: Sequence[int]) -> None:
     config.json gets the first of the tokens, or the list if it has a list. generation_config.json
     gets all, besides those that it had; it is created if more than one token ends a text. Other
     tokens stay. Without `ends` nothing changes.
-
-    Args:
-      folder: Folder of a model.
-      ends: Tokens that end a text or a turn in the training data.
     """
     if not ends:
         return

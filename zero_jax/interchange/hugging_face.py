@@ -39,12 +39,7 @@ Bounds = tuple[int, ...]
 
 
 class Tensors:
-    """The tensors of files, by the paths of our parameters.
-
-    Args:
-      where: Names the files in errors.
-      files: The files.
-      layout: The tensors of a model.
+    """The tensors of files, by the paths of our parameters; `where` names the files in errors.
 
     Attributes:
       files, layout: As given.
@@ -111,13 +106,7 @@ def packed_part(
 ) -> np.ndarray:
     """Returns a part of the codes or scales of a quantised leaf.
 
-    Blocks follow logical indices, so rows are extended to whole blocks.
-
-    Args:
-      quantised: Returns a part of the leaf.
-      leaf: The leaf, or its shapes.
-      name: "codes" or "scales".
-      starts, stops: Bounds of the part, in rows of these.
+    Blocks follow logical indices, so rows are extended to whole blocks, which `quantised` returns.
 
     >>> matrix = np.linspace(-1, 1, 256, dtype=np.float32).reshape(128, 2)
     >>> like = quantise(matrix, "nf4", -2)
@@ -207,15 +196,9 @@ def load(
 
 
 def check(folder: Path) -> None:
-    """Compares the shapes of a folder's tensors with its config.json, without reading weights.
+    """Raises ValueError if `load` would, before it reads a weight.
 
     A folder without weights passes, because a checkpoint may have them.
-
-    Args:
-      folder: Folder of a model.
-
-    Raises:
-      ValueError: `load` would fail before it reads a weight.
     """
     folder = pathlib.Path(folder)
     if any(os.path.lexists(folder / name) for name in (ONE, INDEX)):

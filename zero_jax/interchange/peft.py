@@ -87,11 +87,7 @@ def save_adapter(
 
 
 def adapter_config(folder: Path) -> Lora:
-    """Returns the rank and scale of a folder's adapters.
-
-    Raises:
-      ValueError: The config is missing, or the adapters are of an unsupported kind.
-    """
+    """Returns the rank and scale of a folder's adapters; raises ValueError for other kinds."""
     path = pathlib.Path(folder) / ADAPTER_CONFIG
     known = folder_config.read_json(path)
     rank: Any = known.get("r")

@@ -38,7 +38,7 @@ class Writer:
 
     Args:
       folder: An existing folder.
-      kinds: Shape and dtype by name; no tensor is empty.
+      kinds: Shape and dtype by name, in the order of the files; no tensor is empty.
       max_file_bytes: Maximum bytes of tensors per file; a larger tensor gets its own file.
       stem: Beginning of the names of the files.
     """
@@ -111,9 +111,6 @@ def model_files(folder: pathlib.Path) -> list[pathlib.Path]:
     """Returns the files of a model: model.safetensors, or else those of the index.
 
     model.safetensors takes precedence over an index beside it, as in transformers.
-
-    Raises:
-      ValueError: There is neither, or the index is not one.
     """
     index = folder / INDEX
     if os.path.lexists(folder / ONE):
@@ -138,14 +135,8 @@ def model_files(folder: pathlib.Path) -> list[pathlib.Path]:
 class Files:
     """Reads tensors in parts, by safetensors, which maps files into memory.
 
-    Args:
-      paths: The files.
-
     Attributes:
       kinds: Shape and dtype by name; a dtype not in `DTYPES` has the name of the format.
-
-    Raises:
-      ValueError: A file is missing or damaged, or safetensors is not installed.
     """
 
     def __init__(self, paths: Sequence[pathlib.Path]):
@@ -174,19 +165,12 @@ class Files:
                 self._files[name] = path, file
 
     def read(self, name: str, starts: Sequence[int], stops: Sequence[int]) -> np.ndarray:
-        """Returns the part of a tensor between starts and stops.
-
-        Raises:
-          ValueError: It has NaN or infinite values.
-        """
+        """Returns a part of a tensor; raises ValueError if it has NaN or infinite values."""
         shape = tuple(b - a for a, b in zip(starts, stops, strict=True))
         if 0 in shape:
             return np.zeros(shape, jnp.dtype(self.kinds[name][1]))
         path, file = self._files[name]
         part = np.asarray(file.get_slice(name)[tuple(map(slice, starts, stops))])
         if not np.isfinite(part).all():
-            raise ValueError(
-                f"{path}: {name} has NaN or infinite values: the run diverged, or the file is "
-                "damaged. Use an earlier checkpoint"
-            )
+            raise ValueError(f"{path}: {name} has NaN or inf values: use an earlier checkpoint")
         return part
