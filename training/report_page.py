@@ -7,7 +7,6 @@ Sections without data are left out.
 """
 
 import argparse
-import dataclasses
 import itertools
 import json
 import math
@@ -23,10 +22,9 @@ from typing import Any
 import jinja2
 
 from training.charts import Chart, Line, each_and_mean, losses, shown
-from training.run_folder import COMPILED, PAGE, RunFolder, finite, when
+from training.run_folder import PAGE, RunFolder, finite, when
 from training.show import human_bytes, human_count
 
-COMPILE = "Compile the step and list its largest temporaries; needs the run's devices."
 NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 MAX_NAMED = 60  # intervals of steps in a list
 
@@ -46,57 +44,12 @@ def main(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m training.report_page", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("folder", help="Folder of the run, such as runs/001.")
-    parser.add_argument("--compile", action="store_true", help=COMPILE)
-    parsed = parser.parse_args(args)
     try:
-        if parsed.compile:
-            compile_step(RunFolder(parsed.folder))
-        print(write(parsed.folder))
+        print(write(parser.parse_args(args).folder))
     except (ValueError, OSError) as error:
         print("error:", error, file=sys.stderr)
         return 2
     return 0
-
-
-def compile_step(run: RunFolder) -> None:
-    """Compiles the step of a run, and writes its memory use into the run's folder.
-
-    A run does not do this itself, because it would compile twice. The step is built from the
-    settings of the run, on as many devices of the same kind. Raises ValueError if it does not have
-    the predicted bytes that the run recorded.
-    """
-    import jax
-
-    from training.config import Config
-    from training.main import join
-    from training.trainer import Trainer, load
-
-    recorded = run.last("start").get("predicted_total")
-    if recorded is None:
-        raise ValueError(
-            f"{run.path}: events.jsonl has no `predicted_total` to compare with: give a run that "
-            "recorded one"
-        )
-    # What `--stage auto` left open is decided there, and so is the mesh.
-    known = {f.name: run.config.get(f.name, f.default) for f in dataclasses.fields(Config)}
-    sizes = run.config["mesh"].items()
-    known |= {"memory_limit": None, "mesh": ",".join(f"{axis}={size}" for axis, size in sizes)}
-    config = Config(**known)
-    join(config)
-    if jax.device_count() != config.devices:
-        raise ValueError(
-            f"{run.path} ran on {config.devices} devices, and {jax.device_count()} are available: "
-            f"compile its step on {config.devices} devices"
-        )
-    step = Trainer(load(config)).predict(compile=True)
-    if step.predicted.total_bytes != recorded:
-        raise ValueError(
-            f"the settings of {run.path} give a step of {step.predicted.total_bytes:,} bytes, and "
-            f"the run recorded {recorded:,}: use the devices, the data and the release of the run"
-        )
-    assert step.compiled is not None
-    facts = {"predicted_total": recorded, **step.compiled.as_dict()}
-    Path(run.path, COMPILED).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def write(folder: str | Path) -> Path:

@@ -25,7 +25,7 @@ from zero_jax.distributed.lock import locked
 Line = Mapping[str, Any]
 Points = list[tuple[int, float]]
 METRICS, EVENTS, CONFIG = "metrics.jsonl", "events.jsonl", "config.json"
-COMPILED, CHECKPOINTS, PAGE = "compiled.json", "checkpoints", "report.html"
+CHECKPOINTS, PAGE = "checkpoints", "report.html"
 
 
 class RunLog(contextlib.AbstractContextManager["RunLog"]):
@@ -185,7 +185,6 @@ class RunFolder:
         self.steps, self.evaluations = _read_metrics(path / METRICS)  # lines, ascending
         self.events = _read_lines(path / EVENTS)  # starts, checkpoints and ends, oldest first
         self.checkpoints = self._checkpoints()  # includes deleted ones
-        self.compiled = _object(path / COMPILED)  # memory of the step, if `--compile` wrote it
 
     @property
     def unit(self) -> str:

@@ -124,12 +124,12 @@ class Trainer:
         batch = (jax.ShapeDtypeStruct(shape, jnp.int32),)
         return self.model.trained_loss, zero.optimizer(self.plain_tx), params, batch
 
-    def predict(self, *, compile: bool = False) -> zero_jax.Plan:
-        """Returns the plan of a step, with NVMe files as host memory; compiled if asked."""
+    def predict(self) -> zero_jax.Plan:
+        """Returns the plan of a step, with NVMe files as host memory."""
         zero = self.zero
         if zero.config.offload.in_files:  # an abstract mesh: host memory is not used
             zero = zero.replace(mesh=mesh.abstract_of(self.mesh), offload="optimizer")
-        return zero.plan(*self._step_of(zero), has_aux=self.model.routes, compile=compile)
+        return zero.plan(*self._step_of(zero), has_aux=self.model.routes)
 
     def shapes(self) -> PyTree:
         """Returns the full parameters as `ShapeDtypeStruct`."""

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import tensorboardX.record_writer
 
-import training.main
 from training import report_page, scalars
 from training.run_folder import RunFolder, RunLog, finite, next_folder
 
@@ -297,17 +296,3 @@ def test_a_folder_without_a_run_and_a_damaged_file_are_named(tmp_path, capsys, n
     assert report_page.main([str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert said in error and (name or str(tmp_path)) in error
-
-
-def test_a_step_is_not_compiled_without_a_plan_nor_for_other_devices(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    RunLog(tmp_path / "run", {"devices": 4}).close()
-    assert report_page.main(["run", "--compile"]) == 2
-    assert "events.jsonl" in capsys.readouterr().err
-    with RunLog(tmp_path / "run", {"devices": 16, "mesh": {"data": 16}}) as log:
-        log.event("start", **START)
-    (tmp_path / "run" / "config.yaml").write_text("mesh: data=16")
-    # GPUs are as many as there are; a CPU is cut into as many devices as the run had.
-    monkeypatch.setattr(training.main, "join", lambda config: None)
-    assert report_page.main(["run", "--compile"]) == 2
-    assert re.search("16 devices.* 8", capsys.readouterr().err)
