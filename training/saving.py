@@ -3,7 +3,7 @@
 Before any array is restored, a run is compared with the one that it resumes. A setting in `REFUSE`
 decides the shape of the saved state, or the meaning of its numbers, and must not change. One in
 `WARN` may change the results. All others are free: where and how fast a step is computed, and
-logging. `optimizers.py` has the rule of the schedule over `--max-steps`.
+logging.
 """
 
 import contextlib
@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from training import optimizers
 from training.config import Config
 from training.data_files import SAMPLE, checksum
 from training.multiprocess import say
@@ -43,6 +42,7 @@ REFUSE = {
 WARN = {
     "learning_rate": "the learning rate changes",
     "warmup_steps": "the learning rate changes",
+    "max_steps": "the learning rate changes, because its schedule spans all steps",
     "weight_decay": "the updates change",
     "max_grad_norm": "the updates change",
     "expert_capacity_factor": "experts process another number of tokens",
@@ -120,7 +120,7 @@ def check_settings(settings: Settings, before: Settings, where: str) -> list[str
     for name, why in refused.items():
         raise ValueError(_setting_message(name, now.get(name), former.get(name), where, why))
     warned = [name for name in WARN if name in changed]
-    if "warmup_steps" in warned and now.get("max_steps") != former.get("max_steps"):
+    if {"warmup_steps", "max_steps"} <= {*warned}:
         warned.remove("warmup_steps")  # follows from --max-steps by default
     return [_setting_message(name, now[name], former[name], where, WARN[name]) for name in warned]
 
@@ -205,10 +205,7 @@ def check_resume(config: Config, record: RunRecord) -> bool:
     with contextlib.suppress(Damaged):
         if step is not None and (directory / str(step)).exists():
             manifest = Manifest.read(directory / str(step) / ITEM)
-            warnings = record.compare(manifest, directory)
-            if step < config.max_steps:
-                warnings.append(optimizers.rescheduled(config, manifest.config, step))
-            for warning in filter(None, warnings):
+            for warning in record.compare(manifest, directory):
                 say("warning:", warning)
     return True
 

@@ -154,10 +154,7 @@ class Trainer:
         return self.saved_states((self._abstract, tx.init(self._abstract)))
 
     def init(self) -> States:
-        """Initialises sharded parameters and optimizer state; each process reads its own shards.
-
-        Deletes state files of an earlier start of this run. Those of another run raise ValueError.
-        """
+        """Returns new states; deletes state files of an earlier start of this run."""
         params, directory = self._params(), self.zero.config.offload.directory
         if directory is None:
             return params, self.tx.init(params)
@@ -170,35 +167,35 @@ class Trainer:
 
     def _params(self) -> PyTree:
         config, adapted = self.plan.config, self.model.adapted
-        if config.init_from is None:
-            return self.zero.init(self.model.make, self._key)
-        if adapted is None:
-            return self._read(self._abstract)
+        params = self._given()
+        if config.init_from is None or adapted is None:
+            return params
         alone = self.zero.replace(frozen=None)
         if config.lora_init_from is None:
             shapes = jax.eval_shape(self.model.own)
-            return self._base() | alone.init(lambda: {"lora": adapted.new(shapes)})
+            return params | alone.init(lambda: {"lora": adapted.new(shapes)})
         given = peft.load_adapter(config.lora_init_from, self.model.config)
         if set(given) != set(adapted.targets):
             raise ValueError(
                 f"--lora-init-from {config.lora_init_from} has adapters of {', '.join(given)}, and "
                 f"this run's are of {', '.join(adapted.targets)}: give --lora-targets"
             )
-        ordered = {name: given[name] for name in adapted.targets}
-        return self._base() | alone.shard({"lora": ordered})
+        return params | alone.shard({"lora": {name: given[name] for name in adapted.targets}})
 
-    def _base(self) -> PyTree:
-        """Returns the frozen model: read from --init-from, or initialised from the seed."""
-        if self.plan.config.init_from is None:
-            return {"base": self.zero.init(self.model.make, self._key)["base"]}
-        return {"base": self._read(self._abstract["base"], rounded=True)}
+    def _given(self) -> PyTree:
+        """Returns the parameters in --init-from, frozen under adapters, or else all, from the seed.
 
-    def _read(self, like: PyTree, *, rounded: bool = False) -> PyTree:
-        """Reads the weights of --init-from; an error in one process is raised in all."""
-        assert self.plan.config.init_from is not None
+        An error in one process is raised in all.
+        """
+        folder = self.plan.config.init_from
+        if folder is None:
+            return self.zero.init(self.model.make, self._key)
         with together("weights"):
-            weights = interchange.load(self.plan.config.init_from, like, rounded=rounded)
-        return weights
+            if self.model.adapted is None:
+                params = interchange.load(folder, self._abstract)
+            else:
+                params = {"base": interchange.load(folder, self._abstract["base"], rounded=True)}
+        return params
 
     def saved_states(self, states: States) -> States:
         """Returns the states that a checkpoint saves: all except a frozen base model."""
@@ -210,7 +207,7 @@ class Trainer:
         """Returns full states from those of a checkpoint; converts the optimizer state dtype."""
         params, state = saved
         if self.model.adapted is not None:
-            params = self._base() | params
+            params = self._given() | params
         before, states = kind_of(state.inner), self.zero.config.optimizer_state_dtype
         if before != states:
             say(f"Converted the optimizer state from {before} to {states}")

@@ -436,8 +436,9 @@ LORA, FREE = {**RUN, "lora_rank": 4, "init_from": "A"}, {**RUN, "max_grad_norm":
 OTHER = {
     "optimizer": "lion", "vocab_size": 512, "expert_capacity_factor": 1.5, "compute_dtype": "bf16",
     "reduce_dtype": "bf16", "param_comm_dtype": "int8", "grad_comm_dtype": "int4",
-    "learning_rate": 1e-2, "warmup_steps": 1, "max_grad_norm": 0.5, "weight_decay": 0.0,
-    "lora_rank": 8, "lora_alpha": 400.0, "lora_targets": "q", "lora_base_dtype": "nf4"}  # fmt: skip
+    "learning_rate": 1e-2, "warmup_steps": 1, "max_steps": 9, "max_grad_norm": 0.5,
+    "weight_decay": 0.0, "lora_rank": 8, "lora_alpha": 400.0, "lora_targets": "q",
+    "lora_base_dtype": "nf4"}  # fmt: skip
 OTHERWISE = [
     (LORA, RUN, "no --lora-rank .*--lora-rank 4"), (RUN, LORA, "--lora-rank 4 .*no --lora-rank"),
     (RUN, FREE, "--max-grad-norm 0.0 .*norm 1.0"), (FREE, RUN, "--max-grad-norm 1.0 .*norm 0.0"),
@@ -452,8 +453,10 @@ def test_settings_that_change_the_state_are_refused_by_flag_and_others_are_free(
             check_settings(now, before, DIR)
     known = {**LORA, "hf_config": {"sizes": [1, 2]}}
     same = known | {"hf_config": {"sizes": (1, 2)}, "stage": 1, "init_from": "B"}
-    same |= {"max_steps": 9, "warmup_steps": 3, "lora_alpha": 8.0, "lora_base_dtype": "bf16"}
+    same |= {"lora_alpha": 8.0, "lora_base_dtype": "bf16"}
     assert check_settings(same, known, DIR) == []
+    (said,) = check_settings(same | {"max_steps": 9, "warmup_steps": 3}, known, DIR)
+    assert said.startswith("--max-steps 9 ")
     for name in (*REFUSE, *WARN):  # with both values
         before = LORA if "lora" in name else RUN
         now = before | {name: OTHER[name]}
