@@ -1,7 +1,7 @@
 """Charts of the report page, and `loss.png`.
 
 The template draws a chart as SVG in a box of 100 by 100, stretched to the available width. Labels
-are HTML at percentages, so their size does not depend on the width of the screen.
+are HTML at percentages, so that they keep their size.
 """
 
 import dataclasses

@@ -71,10 +71,7 @@ def print_error(*texts: object, sep: str = " ") -> None:
 
 
 def supervised(config: Config, args: Sequence[str]) -> int:
-    """Starts this command again, in as many processes as `--supervise` says.
-
-    They have the same flags, and `VARIABLE` in their environment.
-    """
+    """Starts this command again in several processes, with `VARIABLE` in their environment."""
     assert config.supervise is not None
     for name in ("coordinator_address", "num_processes", "process_id"):
         if getattr(config, name) is not None:
@@ -91,13 +88,9 @@ def supervised(config: Config, args: Sequence[str]) -> int:
     if config.output_dir is None:
         raise ValueError("--supervise requires --output-dir, the folder to resume in")
     command = [sys.executable, str(pathlib.Path(__file__).parent.parent / "train.py"), *args]
-    return supervise(
-        command,
-        config.supervise,
-        restarts=config.max_restarts,
-        grace=3 * config.heartbeat_timeout_seconds + 10,
-        divides=cpu_devices(config),
-    )
+    grace = 3 * config.heartbeat_timeout_seconds + 10
+    known = {"restarts": config.max_restarts, "divides": cpu_devices(config)}
+    return supervise(command, config.supervise, grace=grace, **known)
 
 
 def entry() -> int:

@@ -27,7 +27,7 @@ def peak_bytes() -> int | None:
 
 
 def lack_of_room(size: int, what: str) -> str:
-    """Returns a message if a device of any process has fewer free bytes, equal in all; else ""."""
+    """Returns a message, equal in all processes, if a device has fewer free bytes; else ""."""
     known = [stats for d in jax.local_devices() if (stats := d.memory_stats())]
     left = min((s["bytes_limit"] - s["bytes_in_use"] for s in known), default=size)
     # A ratio, because jax would round int64 byte counts to 32 bits.

@@ -20,8 +20,11 @@ from zero_jax.sharding import paths
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-def facts(trainer: Trainer) -> dict[str, Any]:
-    """Returns all settings and derived numbers, for `config.json` and `print_plan`."""
+def facts(trainer: Trainer, contents: Mapping[str, str]) -> dict[str, Any]:
+    """Returns all settings and derived numbers, for `config.json`, checkpoints and `print_plan`.
+
+    `contents` are checksums of the data, the tokenizer, its template and the frozen model, by name.
+    """
     plan, zero, shapes = trainer.plan, trainer.zero, trainer.shapes()
     model = plan.model.config
     frozen = paths.frozen_leaves(shapes, zero.config.frozen)
@@ -45,6 +48,8 @@ def facts(trainer: Trainer) -> dict[str, Any]:
         "tokens_per_step": plan.config.global_batch_size * plan.config.seq_len,
         "jax": jax.__version__,
         "zero_jax": zero_jax.__version__,
+        "order": plan.corpus.order,
+        "contents": contents,
     }
 
 
@@ -73,7 +78,8 @@ def print_plan(
         "trained": "all" if known["trained"] == psi else f"{known['trained']:,}",
         "max_grad_norm": f"{clip:g}" if clip else "off",
     }
-    shown = readable | {k: "-" if v is None else v for k, v in known.items() if k not in readable}
+    left_out = {*readable, "order", "contents"}
+    shown = readable | {k: "-" if v is None else v for k, v in known.items() if k not in left_out}
     _print_table("This run", ["setting", "value"], list(shown.items()))
     rows = [[name, *(estimate.terms[name] for estimate in stages)] for name in stages[0].terms]
     rows.append(["between steps", *(estimate.at_rest for estimate in stages)])

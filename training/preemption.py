@@ -1,8 +1,7 @@
 """Early end of a run by a signal or a time limit, at the same step in all processes.
 
-Ctrl-C, SIGTERM (a scheduler that takes the machine back), SIGHUP (a terminal that is closed) and
-SIGUSR1 (SLURM's warning) are handled between steps: the run saves and exits. A second Ctrl-C does
-not wait.
+Ctrl-C, SIGTERM, SIGHUP (a terminal that is closed) and SIGUSR1 (SLURM's warning) are handled
+between steps: the run saves and exits. A second Ctrl-C does not wait.
 """
 
 from __future__ import annotations
@@ -63,9 +62,8 @@ class Stop(contextlib.ExitStack):
 def _interrupts(resume: str) -> Iterator[None]:
     """Confirms the first Ctrl-C in the block, and ends the process at the second.
 
-    Python calls signal handlers in the main thread alone, between two instructions. A main thread
-    that waits for storage or a device does not get there. Python's C handler writes each signal's
-    number to a pipe at once, and a thread reads it there.
+    Python calls signal handlers in the main thread alone, which may wait for storage or a device.
+    Its C handler writes each signal's number to a pipe at once, and a thread reads it there.
     """
     read, write = os.pipe()
     os.set_blocking(write, False)
@@ -93,15 +91,11 @@ def _interrupts(resume: str) -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(before)
         os.close(write)
-        thread.join()
+        thread.join(1.0)  # it may wait for a reader of stderr
 
 
 class _Votes:
-    """Maximum over processes of a number from each.
-
-    Each call queues one small program among the training steps. Its result is read one step later,
-    so that no process waits for it.
-    """
+    """Maximum over processes of a number from each, read a step later so that no process waits."""
 
     def __init__(self, mesh: Mesh):
         flat = Mesh(mesh.devices.reshape(-1), ("all",))

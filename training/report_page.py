@@ -163,8 +163,8 @@ def _named(steps: Sequence[int]) -> str:
     """
     texts = []
     for _, group in itertools.groupby(enumerate(steps), lambda pair: pair[1] - pair[0]):
-        interval = [f"{step:,}" for _, step in group]
-        texts.append(" to ".join(interval[:1] + interval[1:][-1:]))
+        first, *_, last = [step for _, step in group] * 2
+        texts.append(f"{first:,}" + f" to {last:,}" * (last > first))
     return ", ".join(texts[:MAX_NAMED]) + ", and more" * (len(texts) > MAX_NAMED)
 
 

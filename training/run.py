@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import zero_jax
-from training import export, optimizers
+from training import export
 from training.config import FIRST_TRACED, LAST_TRACED, Config, as_yaml, shared
 from training.data_files import DataChanged
 from training.memory import lack_of_room, peak_bytes
@@ -22,10 +22,10 @@ from training.multiprocess import say, together
 from training.plan import by_stage, facts, print_plan, start_event
 from training.preemption import Stop, Stopped
 from training.run_folder import PAGE, RunLog, next_folder
-from training.saving import RunRecord, Saver, base_checksum, check_resume
+from training.saving import Saver, base_checksum, check_resume
 from training.scalars import import_wandb
 from training.show import Meter
-from training.trainer import PyTree, States, Trainer, load
+from training.trainer import PyTree, States, Trainer, load, rate
 from zero_jax.distributed.agreement import gather_texts
 from zero_jax.distributed.watchdog import Watchdog
 from zero_jax.models import families
@@ -65,10 +65,7 @@ class TrainingLoop:
     _trace: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
 
     def train(self) -> PyTree:
-        """Trains from the last checkpoint or from the start; returns the final parameters.
-
-        Raises Stopped if the run was asked to end, after a checkpoint.
-        """
+        """Trains from the last checkpoint or from the start; returns the final parameters."""
         trainer, config = self.trainer, self.trainer.plan.config
         last, tokens = config.max_steps, config.global_batch_size * config.seq_len
         lead = jax.process_index() == 0
@@ -185,9 +182,7 @@ class TrainingLoop:
         trainer, config = self.trainer, self.trainer.plan.config
         tokens = config.global_batch_size * config.seq_len
         # All rates at once: reading one from the device in every step would wait for that step.
-        rates = np.asarray(
-            optimizers.rate(config)(jnp.arange(config.max_steps + 1, dtype=jnp.float32))
-        )
+        rates = np.asarray(rate(config)(jnp.arange(config.max_steps + 1, dtype=jnp.float32)))
         params, opt_state = states
         self._place = place
         rows = trainer.batches(place)
@@ -199,14 +194,14 @@ class TrainingLoop:
             while len(waiting) > most:
                 number, metrics = waiting.pop(0)
                 loss = float(metrics.loss)
-                rate = meter.step(number, loss)
+                speed = meter.step(number, loss)
                 self.log.step(
                     number,
                     loss=loss,
                     grad_norm=float(metrics.grad_norm),
-                    tokens_per_second=rate,
+                    tokens_per_second=speed,
                     skipped=int(metrics.skipped_in_a_row) > 0,
-                    step_seconds=tokens / rate,
+                    step_seconds=tokens / speed,
                     learning_rate=float(rates[number - 1 - int(metrics.skipped)]),
                     memory_bytes=peak_bytes(),
                     **routing(metrics.aux),
@@ -254,11 +249,7 @@ class TrainingLoop:
             self.log.event("checkpoint", step=number)
 
     def _profile(self, step: int, results: PyTree) -> None:
-        """Traces a few steps by JAX's profiler.
-
-        Call it before each step, with its number in this start, from 1, and arrays of the step
-        before.
-        """
+        """Traces a few steps of this start; called before each with results of that before."""
         wanted = self.trainer.plan.config.profile and jax.process_index() == 0
         if not wanted or step not in (FIRST_TRACED, LAST_TRACED + 1):
             return
@@ -284,8 +275,7 @@ def run(config: Config) -> None:
     checksums = {f"checksum of the {name}": value for name, value in contents.items()}
     zero_jax.check_agreement({**corpus.order, **checksums})
     trainer = Trainer(plan)
-    known = facts(trainer)
-    record = RunRecord(known, corpus.order, contents)
+    known = facts(trainer, contents)
     levels: dict[str, float] = {}
     costs: dict[str, Any] = {}
     with together("output_dir"):
@@ -296,7 +286,7 @@ def run(config: Config) -> None:
             print(corpus.outlook(config.max_steps))
             levels = corpus.marks(plan.model.config.vocab)
             costs = start_event(step, stages, levels, corpus.unit)
-        resume = lead and check_resume(plan.config, record)
+        resume = lead and check_resume(plan.config, known)
         out = config.output_dir or (next_folder("runs") if lead else "runs")
         saved = {**known, **levels, "output_dir": str(out)}
         log = RunLog(out, saved, lead, resume=resume, wandb=config.wandb_project)
@@ -312,7 +302,7 @@ def run(config: Config) -> None:
         with log, contextlib.ExitStack() as stack:
             stop = stack.enter_context(Stop(trainer.mesh, config.max_hours, command))
             with together("checkpoints"):
-                saver = stack.enter_context(Saver(trainer, record))
+                saver = stack.enter_context(Saver(trainer, known))
             say(f"Writing to {log.out_dir}")
             with watchdog.guard():
                 loop = TrainingLoop(trainer, log, saver, stop, watchdog, command)

@@ -65,32 +65,31 @@ _CONTENTS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class RunRecord:
-    """The settings and the data of a run, as its checkpoints save them."""
+def compare(known: Settings, manifest: Manifest, directory: pathlib.Path) -> list[str]:
+    """Returns warnings about changes since a checkpoint; others raise ValueError.
 
-    settings: Settings  # from `plan.facts`
-    order: Settings  # settings and sizes of the data that determine the order of samples
-    contents: Mapping[str, str]  # checksums of data, tokenizer, template and frozen model, by name
-
-    def compare(self, manifest: Manifest, directory: pathlib.Path) -> list[str]:
-        """Returns warnings about changes since a checkpoint; others raise ValueError."""
-        extra, before = manifest.extra, manifest.config
-        where = f"{directory}, step {manifest.step}"
-        names = [*before, *extra] if isinstance(before, dict) and isinstance(extra, dict) else []
-        if not {"max_steps", "sample", "order", "contents"} <= {*names}:
-            raise ValueError(
-                f"--output-dir: train.py did not write the checkpoint in {where}, or an older "
-                "release of it: its settings or data position are missing. Give another "
-                "--output-dir, or restore it with zero_jax.Checkpoints"
-            )
-        for name, value in self.order.items():
-            former = extra["order"].get(name)
-            if former != value:
-                why = "the order of samples would change"
-                raise ValueError(_setting_message(name, value, former, where, why))
-        warnings = check_settings(self.settings, before, where)
-        return warnings + changed_contents(self.contents, extra["contents"], where)
+    `known` are the settings from `plan.facts`, with those that determine the order of samples, and
+    checksums of the contents.
+    """
+    before, where = manifest.config, f"{directory}, step {manifest.step}"
+    names = {"max_steps", "order", "contents"}
+    if (
+        not isinstance(before, dict)
+        or not names <= {*before}
+        or "sample" not in (manifest.extra or ())
+    ):
+        raise ValueError(
+            f"--output-dir: train.py did not write the checkpoint in {where}, or an older release "
+            "of it: its settings or data position are missing. Give another --output-dir, or "
+            "restore it with zero_jax.Checkpoints"
+        )
+    for name, value in known["order"].items():
+        former = before["order"].get(name)
+        if former != value:
+            why = "the order of samples would change"
+            raise ValueError(_setting_message(name, value, former, where, why))
+    warnings = check_settings(known, before, where)
+    return warnings + changed_contents(known["contents"], before["contents"], where)
 
 
 def check_settings(settings: Settings, before: Settings, where: str) -> list[str]:
@@ -182,7 +181,7 @@ def _message(given: str, known: str, where: str, why: str) -> str:
     )
 
 
-def check_resume(config: Config, record: RunRecord) -> bool:
+def check_resume(config: Config, known: Settings) -> bool:
     """Returns whether --output-dir holds a run to resume, finished or killed; prints warnings.
 
     One process calls it, before anything is written there. `Saver` reports a checkpoint that is
@@ -205,7 +204,7 @@ def check_resume(config: Config, record: RunRecord) -> bool:
     with contextlib.suppress(Damaged):
         if step is not None and (directory / str(step)).exists():
             manifest = Manifest.read(directory / str(step) / ITEM)
-            for warning in record.compare(manifest, directory):
+            for warning in compare(known, manifest, directory):
                 say("warning:", warning)
     return True
 
@@ -226,8 +225,8 @@ def _set_aside_later(directory: pathlib.Path, step: int) -> None:
 class Saver(contextlib.AbstractContextManager["Saver"]):
     """Saves and restores checkpoints in a folder; all processes create one and call it alike."""
 
-    def __init__(self, trainer: Trainer, record: RunRecord):
-        self._trainer, self._record, config = trainer, record, trainer.plan.config
+    def __init__(self, trainer: Trainer, known: Settings):
+        self._trainer, self._known, config = trainer, known, trainer.plan.config
         self.saved: int | None = None  # step of the newest one, also if it is still being written
         self._checkpoints = None
         directory, step = trainer.out / CHECKPOINTS, config.resume_step
@@ -274,10 +273,8 @@ class Saver(contextlib.AbstractContextManager["Saver"]):
         if self._checkpoints is None or step == (self.saved or 0):
             return False
         if now or step % self._trainer.plan.config.save_steps == 0:
-            trainer, record = self._trainer, self._record
-            place = trainer.gather_place(place)
-            extra = {"sample": place, "order": record.order, "contents": record.contents}
-            tree = trainer.saved_states(states)
-            self._checkpoints.save(step, tree, config=record.settings, extra=extra)
+            tree = self._trainer.saved_states(states)
+            extra = {"sample": self._trainer.gather_place(place)}
+            self._checkpoints.save(step, tree, config=self._known, extra=extra)
             self.saved = step
         return self.saved == step

@@ -1,8 +1,7 @@
 """Scalar writers: TensorBoard files and Weights & Biases.
 
 A writer works in a thread. One that fails or hangs neither blocks nor ends the training: it prints
-one message and stops. tensorboardX's `SummaryWriter` would block: after one failed write, or when
-the clock is set back by a month, its thread ends, and its queue of ten entries stays full.
+one message and stops. tensorboardX's `SummaryWriter` would block after one failed write.
 """
 
 import abc
@@ -75,10 +74,7 @@ class ScalarWriter(abc.ABC):
 
 
 class TensorBoard(ScalarWriter):
-    """Writes an event file of TensorBoard into a folder.
-
-    If the run is `resumed`, TensorBoard discards later steps of earlier files.
-    """
+    """Writes an event file into a folder; TensorBoard leaves out what a `resumed` run repeats."""
 
     def __init__(self, folder: Path, resumed: bool):
         super().__init__(f"TensorBoard files in {folder}", 10 * WAITING)
@@ -118,10 +114,7 @@ def import_wandb(project: str) -> Any:
 
         if hasattr(wandb, "init"):  # else a folder `wandb` beside the script
             return wandb
-    raise ValueError(
-        f"--wandb-project {project} requires the package wandb: pip install wandb, or leave "
-        "--wandb-project out"
-    )
+    raise ValueError(f"--wandb-project {project}: pip install wandb, or leave it out")
 
 
 class WeightsAndBiases(ScalarWriter):

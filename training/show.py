@@ -56,20 +56,12 @@ class Meter(contextlib.ExitStack):
 
 
 def human_bytes(n: float) -> str:
-    """Bytes to three digits, in powers of 1000 as in the paper.
-
-    >>> human_bytes(1.2e11), human_bytes(1536)
-    ('120 GB', '1.54 kB')
-    """
+    """Returns bytes to three digits, such as 1.54 kB for 1536."""
     return _human(n, (" B", " kB", " MB", " GB", " TB", " PB"))
 
 
 def human_count(n: float) -> str:
-    """A count to three digits: thousands K, millions M, billions B, trillions T.
-
-    >>> human_count(7.5e9), human_count(124_439_808), human_count(512)
-    ('7.5B', '124M', '512')
-    """
+    """Returns a count to three digits, such as 124M for 124,439,808."""
     return _human(n, ("", "K", "M", "B", "T"))
 
 

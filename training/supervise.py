@@ -1,12 +1,9 @@
 """Process supervisor for one machine, and the signals and exit codes of runs.
 
-    python train.py --supervise 4 --output-dir runs/long ...
-
-starts that command in four processes, which join. When one dies, the others end by themselves
-(`zero_jax.Watchdog`), and the run resumes from its last checkpoint in the remaining processes. A
-run that ended on purpose is not restarted: an invalid setting, non-finite gradients, a signal or
-`--max-hours`. The processes end with the supervisor, even if it is killed. On a cluster the
-scheduler does this. Imports nothing of JAX, which takes seconds.
+When a process of a run dies, the others end by themselves (`zero_jax.Watchdog`), and the run
+resumes from its last checkpoint in the remaining processes. A run that ended on purpose is not
+restarted. The processes end with the supervisor, even if it is killed. Imports nothing of JAX,
+which takes seconds.
 """
 
 import collections
@@ -68,7 +65,7 @@ def supervise(
 
     Args:
         command: The command of each process, without the flags of its rank.
-        count: Number of processes at the start; it always divides the number of devices `divides`.
+        count: Number of processes at the start; later ones divide the number of devices `divides`.
         restarts: Maximum number of restarts.
         grace: Seconds in which the others must end by themselves after one has failed.
         backoff: Seconds before the first restart; doubled for each further one.
@@ -108,13 +105,9 @@ def outcome(codes: Sequence[int], asked: int = 0) -> int:
 
 
 def free_address() -> str:
-    """Returns an address at which processes of this machine can find each other.
-
-    The system would choose a port from the range that it uses for outgoing connections, so another
-    connection could take the port first.
-    """
+    """Returns an address at which processes of this machine can find each other."""
     for _ in range(1000):
-        port = random.randrange(20000, 32000)
+        port = random.randrange(20000, 32000)  # not of those that outgoing connections take
         with socket.socket() as trial, contextlib.suppress(OSError):
             trial.bind(("", port))
             return f"127.0.0.1:{port}"
@@ -124,9 +117,8 @@ def free_address() -> str:
 def _run(command: Sequence[str], count: int, grace: float) -> tuple[list[int], int, int]:
     """Starts the processes and waits; kills those still running `grace` s after a failure.
 
-    Returns:
-        The exit codes, the number of processes lost to a signal from elsewhere, and the exit code
-        for the signals that were forwarded; 0 for none.
+    Returns the exit codes, the number of processes lost to a signal from elsewhere, and the exit
+    code for the signals that were forwarded; 0 for none.
     """
     names = ("--coordinator-address", free_address(), "--num-processes", str(count), "--process-id")
     flags = [(*names, str(rank)) for rank in range(count)] if count > 1 else [()]
@@ -163,9 +155,8 @@ def _run(command: Sequence[str], count: int, grace: float) -> tuple[list[int], i
 def end_with_supervisor() -> None:
     """Makes the kernel kill this process when its supervisor dies; no effect without one.
 
-    A supervisor that is killed (kill -9, out of memory) cannot end its children itself. They would
-    train on, and hold the lock of the run's folder against the next start. On systems other than
-    Linux they still do.
+    Otherwise the children of a killed supervisor would train on, and hold the lock of the run's
+    folder against the next start. On systems other than Linux they still do.
     """
     supervisor = os.environ.get(VARIABLE)
     if supervisor is None or sys.platform != "linux":

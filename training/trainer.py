@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.experimental import multihost_utils
 
 import zero_jax
-from training import corpus, optimizers
+from training import corpus
 from training.config import Config, resolve
 from training.corpus import Corpus
 from training.multiprocess import say, together
@@ -23,7 +24,7 @@ from zero_jax.commands.settings import ROW, mesh_sizes
 from zero_jax.hlo import targets
 from zero_jax.interchange import peft
 from zero_jax.low_bit.state import FP32, kind_of
-from zero_jax.models import families, generate, gpt
+from zero_jax.models import families, generate, gpt, optimizers
 from zero_jax.offload.nvme import discard, folder_of
 from zero_jax.plan import expert_elements
 from zero_jax.plan.text_model import TextModel
@@ -70,6 +71,26 @@ def load(config: Config) -> RunPlan:
     return RunPlan(config, TextModel(known, config.adapters(config.seed)), data)
 
 
+def rate(config: Config) -> optax.Schedule:
+    """Returns the learning rate by number of updates: linear warmup, then cosine to a tenth.
+
+    >>> config = Config(learning_rate=1.0, warmup_steps=2, max_steps=6)
+    >>> [round(float(rate(config)(step)), 3) for step in (0, 1, 2, 6)]
+    [0.0, 0.5, 1.0, 0.1]
+    """
+    peak, warmup = config.learning_rate, config.warmup_steps
+    assert peak is not None and warmup is not None
+    return optax.warmup_cosine_decay_schedule(
+        0.0, peak, warmup, config.max_steps, end_value=peak / 10
+    )
+
+
+def optimizer_of(config: Config) -> optax.GradientTransformation:
+    """Returns the optimizer of a run, not yet sharded."""
+    decay, clip = config.weight_decay, config.max_grad_norm
+    return optimizers.make(config.optimizer, rate(config), weight_decay=decay, clip=clip)
+
+
 class Trainer:
     """The model, optimizer and train step of a run; `init` allocates parameters.
 
@@ -82,7 +103,7 @@ class Trainer:
         self.out = pathlib.Path()  # folder of the run
         self.mesh = zero_jax.make_mesh(**self._sizes())
         self._check_batch()
-        self.plain_tx = optimizers.make(config)
+        self.plain_tx = optimizer_of(config)
         self.zero = zero_jax.Zero(self.mesh, frozen=self.model.frozen, **config.zero_settings())
         if config.stage == "auto":
             self.zero = self.zero.choose(*self._step_of(self.zero), has_aux=self.model.routes).zero

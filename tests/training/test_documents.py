@@ -20,7 +20,7 @@ from training.data_files import DataChanged, TokenFile
 from training.documents import Documents, Source
 from training.packing import LOOK, Document, Lane, row_of
 from training.records import Records
-from training.saving import REFUSE, WARN, RunRecord, Saver, changed_contents, check_settings
+from training.saving import REFUSE, WARN, Saver, changed_contents, check_settings
 from training.text import Text, Tokens, load_tokens
 from training.tokenizer import Tokenizer
 from zero_jax.commands.command_line import flag
@@ -493,12 +493,12 @@ def test_the_weights_of_a_frozen_base_are_compared_not_its_path(tmp_path):
 
 
 def test_a_checkpoint_that_train_py_did_not_write_is_named(tmp_path):
-    old = {"config": {"steps": 4}, "extra": {"sample": 0, "order": {}}}  # names of older releases
+    old = {"config": {"steps": 4, "order": {}, "contents": {}}, "extra": {"sample": 0}}
     for at, more in enumerate(({}, {"config": old["config"]}, {"extra": {"sample": 0}}, old)):
         with zero_jax.Checkpoints(tmp_path / f"{at}" / "checkpoints") as checkpoints:
             checkpoints.save(1, {"w": np.ones(3)}, **more)
         with pytest.raises(ValueError, match="--output-dir.* train.py .*step 1"):
-            saving.check_resume(Config(output_dir=str(tmp_path / f"{at}")), RunRecord({}, {}, {}))
+            saving.check_resume(Config(output_dir=str(tmp_path / f"{at}")), {})
     with pytest.raises(ValueError, match="--resume-step 3"):
         trainer = unittest.mock.Mock(out=tmp_path, **{"plan.config": Config(resume_step=3)})
-        Saver(trainer, RunRecord({}, {}, {}))
+        Saver(trainer, {})

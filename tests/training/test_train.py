@@ -27,16 +27,16 @@ from test_run_folder import wandb
 import training.run
 import training.trainer
 import zero_jax
-from training import byte_tokenizer, export, generate, memory, optimizers
+from training import byte_tokenizer, export, generate, memory
 from training.config import Config, parse, resolve
 from training.main import main
 from training.plan import by_stage, start_event
 from training.preemption import Stop
 from training.run import routing
 from training.run_folder import RunFolder
-from training.saving import RunRecord, check_resume
+from training.saving import check_resume
 from training.supervise import FAILED, RESUMABLE
-from training.trainer import Trainer, load
+from training.trainer import Trainer, load, optimizer_of
 from zero_jax import Zero, abstract_mesh
 from zero_jax.checkpoint.manifest import Manifest
 from zero_jax.commands import checkpoint as checkpoint_command
@@ -129,7 +129,7 @@ def test_a_finished_run_names_edited_data_and_other_settings(done, capsys, monke
         settings = known | {"optimizer": plan.config.optimizer}
         words = args.replace(" ", ".* ")
         with pytest.raises(ValueError, match=f"{words}.* {former}.* another --output-dir"):
-            check_resume(plan.config, RunRecord(settings, plan.corpus.order, plan.corpus.contents))
+            check_resume(plan.config, settings | {"order": plan.corpus.order})
     Path("text.txt").write_text(runs.TEXT.replace("Partition", "partition"))
     assert main(OUT) == 0
     said = capsys.readouterr().out
@@ -222,7 +222,7 @@ def test_optimizers_are_the_planned_ones_clip_and_decay_matrices(monkeypatch):
     grads = {"kernel": jnp.full((2, 2), 100.0)}
     for clip, norm in ((2.0, 2.0), (0.0, 200.0)):
         known = {"learning_rate": 1.0, "warmup_steps": 0, "max_grad_norm": clip}
-        tx = optimizers.make(Config(optimizer="sgd", weight_decay=0.0, **known))
+        tx = optimizer_of(Config(optimizer="sgd", weight_decay=0.0, **known))
         updates = jax.jit(lambda grads, tx=tx: tx.update(grads, tx.init(grads), grads)[0])(grads)
         assert float(optax.global_norm(updates)) == pytest.approx(norm, rel=1e-5)
     # Decay is for kernels and embeddings.
@@ -232,13 +232,13 @@ def test_optimizers_are_the_planned_ones_clip_and_decay_matrices(monkeypatch):
     assert sum(s for s, f in zip(sizes, flags, strict=True) if f) == matrices
     # The planned step has the same state and the same operations, at whatever rate.
     constant = optax.constant_schedule
-    monkeypatch.setattr(optimizers, "rate", lambda config: constant(config.learning_rate))
+    monkeypatch.setattr(training.trainer, "rate", lambda config: constant(config.learning_rate))
     for name in RATES:
         config = resolve(Config(optimizer=name))
         case = Case(gpt.preset("nano"), Zero(abstract_mesh(4)), name, rows=4)
         planned, run = (
             jax.make_jaxpr(lambda p, tx=tx: tx.update(p, tx.init(p), p))(jax.eval_shape(case.make))
-            for tx in (case.tx, optimizers.make(config))
+            for tx in (case.tx, optimizer_of(config))
         )
         assert str(planned) == str(run), name
 
