@@ -26,14 +26,12 @@ _MARK = re.compile("\ufdd0([0-9]+)\ufdd1")
 
 
 class Span(NamedTuple):
-    """Characters of one answer in the rendered conversation.
-
-    `ending` is the text after `end` if the conversation ended there, if it differs from the text
-    that follows. `end` may then include the first characters of the next turn, if both begin alike.
-    """
+    """Characters of one answer in the rendered conversation."""
 
     start: int
     end: int
+    # Text after `end` if the conversation ended there, where another text follows. `end` may then
+    # include the first characters of the next turn, if both begin alike.
     ending: str = ""
 
 

@@ -16,35 +16,24 @@ TEMPLATE = (
     "{% else %}{{ message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-CONFIG = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "eos_token": END[1],
-    "clean_up_tokenization_spaces": False,
-}
-
-
-def characters() -> dict[int, str]:
-    """Returns the printable character of each byte in such files, as GPT-2 defines it.
-
-    >>> characters()[32], characters()[65]
-    ('Ġ', 'A')
-    """
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in printable]
-    codes = {byte: byte for byte in printable} | {b: 256 + at for at, b in enumerate(others)}
-    return {byte: chr(codes[byte]) for byte in range(256)}
+CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END[1]}
+CONFIG |= {"clean_up_tokenization_spaces": False}
 
 
 def write(folder: Path) -> None:
     """Writes tokenizer.json, tokenizer_config.json and the chat template into a folder."""
-    plain = {"special": True, "normalized": False, "single_word": False}
-    plain |= {"lstrip": False, "rstrip": False}
+    flags = dict.fromkeys(("normalized", "single_word", "lstrip", "rstrip"), False)
+    added = [{"id": id, "content": text, "special": True, **flags} for id, text in SPECIAL.items()]
     same = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     same |= {"use_regex": False}
-    vocab = {char: byte for byte, char in characters().items() if byte < min(SPECIAL)}
+    # The printable character of each byte, as GPT-2 defines it.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    codes = {byte: byte for byte in printable} | {b: 256 + at for at, b in enumerate(others)}
+    vocab = {chr(codes[byte]): byte for byte in range(min(SPECIAL))}
     tokenizer = {
         "version": "1.0",
-        "added_tokens": [{"id": byte, "content": text, **plain} for byte, text in SPECIAL.items()],
+        "added_tokens": added,
         "pre_tokenizer": same,
         "decoder": same,
         "model": {"type": "BPE", "vocab": vocab, "merges": []},

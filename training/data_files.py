@@ -61,11 +61,7 @@ def reopen(path: Path, where: object) -> BinaryIO:
 def files_in(path: Path) -> list[Path]:
     """Returns all files of a folder, also behind links, in the order of their paths; or the file.
 
-    Hidden files and folders are left out.
-
-    Raises:
-        FileNotFoundError: The path does not exist.
-        ValueError: A link leads to a folder that contains it.
+    Hidden files and folders are left out. A link to a folder that contains it raises ValueError.
     """
 
     def walk(inside: Path, above: frozenset[Path]) -> Iterator[Path]:
@@ -103,16 +99,8 @@ def fingerprint(read: Callable[[int, int], bytes], size: int) -> str:
 class TokenFile:
     """Token ids of a file as a read-only array of one dimension; a slice reads it and is a copy.
 
-    Several threads may read it. Bytes that are appended to the file change nothing.
-
-    Args:
-        path: A regular file.
-        dtype: An integer type.
-        offset: Bytes before the first token.
-        size: Number of tokens; by default all that follow.
-
-    Attributes:
-        fingerprint: Checksum of the full file.
+    They begin at byte `offset`; by default they are all that follow. Several threads may read it.
+    Bytes that are appended to the file change nothing.
     """
 
     def __init__(
@@ -122,7 +110,7 @@ class TokenFile:
         self._path, self._offset = path, offset
         self._status = self._read(0, 0)[1]
         self._bytes = self._status[0]
-        self.fingerprint = self._fingerprint()
+        self.fingerprint = self._fingerprint()  # of the full file
         self.size = (self._bytes - offset) // self.dtype.itemsize if size is None else size
 
     def part(self, start: int, stop: int) -> TokenFile:

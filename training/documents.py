@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from training.answers import answers_in
-from training.packing import Batches, Counts, Document, Ids, Lane, Mask
+from training.packing import Batches, Counts, Document, Ids, Mask, pack
 from training.records import Completion, Records, parse
 from training.show import human_count, printable
 from training.tokenizer import Tokenizer
@@ -31,11 +31,7 @@ class Source(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Documents(Batches):
-    """Documents as batches of packed rows.
-
-    Raises ValueError if a source has fewer than two documents, or none that the tokenizer accepts;
-    or a document is longer than a row and `long` is "error".
-    """
+    """Documents as batches of packed rows."""
 
     sources: Sequence[Source]
     tokenizer: Tokenizer
@@ -49,16 +45,19 @@ class Documents(Batches):
     byte_level: ClassVar[bool] = False
     temperature: ClassVar[float] = 0.0  # of generated samples: the likeliest answer
 
+    def marks(self, vocab: int) -> dict[str, float]:
+        """Returns no losses to compare with."""
+        return {}
+
     def __post_init__(self) -> None:
         self.counts, self.sizes = Counts(), []
         for records, _ in self.sources:
-            held_out = max(1, len(records) // HELD_OUT)
-            self.sizes.append((len(records) - held_out, held_out))
             if len(records) < 2:
                 raise ValueError(
-                    f"{records.name} has one document, and at least 2 are needed because one "
-                    "is held out: add documents"
+                    f"{records.name} has 1 document, and at least 2 are needed: add one"
                 )
+            held_out = max(1, len(records) // HELD_OUT)
+            self.sizes.append((len(records) - held_out, held_out))
         self.weights = [source.weight for source in self.sources]
         train, held_out = map(sum, zip(*self.sizes, strict=True))
         self.name = ", ".join(source.records.name for source in self.sources)
@@ -95,8 +94,8 @@ class Documents(Batches):
         """
         epoch = sum(train for train, _ in self.sizes)
         looked = min(LOOKED, epoch)
-        lane = Lane(self.numbered, self.seq, 0, 1, end=looked)
-        rows = len(list(iter(lane.row, None)))
+        counts = Counts()
+        rows = sum(1 for _ in pack(self.numbered, self.seq, end=looked, counts=counts))
         drawn = steps * self.batch * looked / rows / sum(self.weights) if rows else 0.0
         epochs = ", ".join(
             f"{human_count(drawn * weight / train)} epochs of {records.name}"
@@ -104,7 +103,7 @@ class Documents(Batches):
         )
         which = "all" if looked == epoch else "the first"
         return (
-            f"{which} {looked:,} documents in rows of {self.seq} tokens: {lane.counts}; "
+            f"{which} {looked:,} documents in rows of {self.seq} tokens: {counts}; "
             f"{steps:,} steps are {epochs}"
         )
 

@@ -8,14 +8,15 @@ fits, and so on. The number of the next document and those that wait are all tha
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import copy
 import dataclasses
 import functools
 import itertools
-from collections import Counter
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,6 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import grain  # at run time inside the functions: it imports jax
 
-T = TypeVar("T")
 Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 Arrays = tuple[np.ndarray, ...]
@@ -54,7 +54,7 @@ class Document(NamedTuple):
 class Counts:
     """Numbers of documents by their treatment, each counted as often as it is read."""
 
-    numbers: Counter[str] = dataclasses.field(default_factory=Counter)
+    numbers: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     reason: str = ""  # message of the first document that was refused
     longest: int = 0  # tokens of the longest document
 
@@ -96,67 +96,53 @@ def row_of(documents: Sequence[tuple[Ids, Mask]], seq: int) -> Arrays:
     return tokens, learned[1:], segments[:-1], positions[:-1]
 
 
-@dataclasses.dataclass
-class Lane:
-    """Documents `following`, `following + step` and so on, packed in rows."""
+def pack(
+    read: Callable[[int], Document],
+    seq: int,
+    following: int = 0,
+    step: int = 1,
+    former: Sequence[int] = (),
+    *,
+    end: int = sys.maxsize,
+    look: int = LOOK,
+    patience: int = sys.maxsize,
+    counts: Counts,
+) -> Iterator[tuple[Arrays, list[int]]]:
+    """Yields rows of documents, and the place after each: the next number, and those that wait.
 
-    read: Callable[[int], Document]  # of at most S + 1 tokens, by number
-    seq: int  # sequence length S
-    following: int  # number of the document that is read next
-    step: int  # difference of the numbers of neighbouring documents
-    former: Sequence[int] = ()  # numbers of documents that wait when a run resumes
-    look: int = LOOK  # number of documents that may wait
-    end: int | None = None  # number that no document reaches; None for an endless order
-    patience: int = 10**6  # number of documents in a row that may be left out
-    # Documents that are packed, and those that are left out: up to `look` documents earlier.
-    counts: Counts = dataclasses.field(default_factory=Counts)
-
-    def __post_init__(self) -> None:
-        self._waiting: dict[int, Document] = {}
-
-    @property
-    def place(self) -> list[int]:
-        """Number of the next document, and of those that wait after a row."""
-        return [self.following, *self._waiting]
-
-    def row(self) -> Arrays | None:
-        """Returns the next row; None if no document is left."""
-        packed: list[tuple[Ids, Mask]] = []
-        room = self.seq + 1
-        while True:
-            self._fill()
-            sizes = {number: len(document.ids) for number, document in self._waiting.items()}
-            fitting = [number for number, size in sizes.items() if size <= room]
-            if not fitting:
-                return row_of(packed, self.seq) if packed else None
-            # max returns the first of equal ones.
+    Reads `range(following, end, step)`, after the `former` ones, which waited at this place. `look`
+    documents may wait, and `patience` ones in a row may be left out. `counts` counts documents
+    when they are packed, or left out: up to `look` documents earlier.
+    """
+    numbers = itertools.chain(former, range(following, end, step))
+    waiting: dict[int, Document] = {}
+    packed: list[tuple[Ids, Mask]] = []
+    left_out, room = 0, seq + 1
+    while True:
+        while len(waiting) < look and (number := next(numbers, None)) is not None:
+            following = max(following, number + step)
+            document = read(number)
+            if len(document.ids):
+                waiting[number], left_out = document, 0
+                continue
+            counts.add(document)
+            left_out += 1
+            if left_out > patience:
+                problem = f"{left_out} documents in a row have nothing to learn"
+                raise ValueError(f"{problem} within {seq + 1} tokens: use a longer --seq-len")
+        sizes = {number: len(document.ids) for number, document in waiting.items()}
+        fitting = [number for number, size in sizes.items() if size <= room]
+        if fitting:  # max returns the first of equal ones
             number = max(fitting, key=sizes.__getitem__) if packed else fitting[0]
-            document = self._waiting.pop(number)
-            self.counts.add(document)
+            document = waiting.pop(number)
+            counts.add(document)
             packed.append((document.ids, document.mask))
             room -= sizes[number]
-
-    def _fill(self) -> None:
-        """Reads documents until enough wait; those that are left out are only counted."""
-        left_out = 0
-        while len(self._waiting) < self.look:
-            if self.former:
-                number, *self.former = self.former
-            elif self.end is None or self.following < self.end:
-                number, self.following = self.following, self.following + self.step
-            else:
-                return
-            document = self.read(number)
-            if len(document.ids):
-                self._waiting[number], left_out = document, 0
-                continue
-            self.counts.add(document)
-            left_out += 1
-            if left_out > self.patience:
-                raise ValueError(
-                    f"{left_out} documents in a row have nothing to learn within {self.seq + 1} "
-                    "tokens: use a longer --seq-len"
-                )
+        elif packed:
+            yield row_of(packed, seq), [following, *waiting]
+            packed, room = [], seq + 1
+        else:
+            return
 
 
 class Batches:
@@ -176,7 +162,6 @@ class Batches:
 
     packed: ClassVar[bool] = True  # False: each document fills a row
     counts: Counts | None = None  # of the rows so far, if they are packed
-    ends: Sequence[int] = ()  # tokens that end a text or a turn
 
     def batches(
         self, place: Place | None, index: int, count: int
@@ -184,34 +169,39 @@ class Batches:
         """Yields rows of process `index` of `count`, without end, and the place after them.
 
         Packed rows are (tokens, weights, segments, positions), others are (tokens,). They begin at
-        a place of all processes; None is the beginning. `counts` has the documents of the batches
-        that were returned, not those read ahead.
+        a place of all processes; None is the beginning. A thread makes them while the devices work:
+        `counts` has the documents of the batches that were returned, not those made ahead.
         """
-        for arrays, after, counts in read_ahead(self._rows(place, index, count)):
-            self.counts = counts
-            yield arrays, after
+        batches = self._batches(place, index, count)
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            # From one generator: after an error the batches that are queued behind it end at once.
+            ahead = [thread.submit(next, batches) for _ in range(AHEAD)]
+            while True:
+                ahead.append(thread.submit(next, batches))
+                arrays, after, self.counts = ahead.pop(0).result()
+                yield arrays, after
 
-    def _rows(
+    def _batches(
         self, place: Place | None, index: int, count: int
     ) -> Iterator[tuple[Arrays, Place, Counts | None]]:
         each, counts, start = self.batch // count, Counts(), place or 0
         lanes = []
         for number in range(index * each, (index + 1) * each):
             following, *former = [start + number] if isinstance(start, int) else start[number]
-            lanes.append(self._lane(self.numbered, following, self.batch, former, counts=counts))
+            lanes.append(self._pack(self.numbered, counts, following, self.batch, former))
         for done in itertools.count(1):
-            arrays = stacked([row for lane in lanes if (row := lane.row()) is not None])
+            rows, places = zip(*map(next, lanes), strict=True)
+            arrays = tuple(map(np.stack, zip(*rows, strict=True)))
             if self.packed:
-                yield arrays, [lane.place for lane in lanes], copy.deepcopy(counts)
+                yield arrays, [*places], copy.deepcopy(counts)
             else:
                 assert isinstance(start, int)
                 yield arrays[:1], start + done * self.batch, None
 
     def held_out(self, index: int, count: int, most: int | None = None) -> Iterator[Arrays]:
-        """Yields this process's rows of one pass, at most `most` batches, in order.
+        """Yields this process's rows of one pass in order, at most `most` batches, the last padded.
 
-        Rows that are not packed are (tokens, weights). The last batch is padded by rows of weight
-        0, and all processes have the same number of batches.
+        Rows that are not packed are (tokens, weights).
         """
 
         def read(number: int) -> Document:
@@ -221,28 +211,27 @@ class Batches:
                 number -= held_out
             raise IndexError(number)
 
-        lane = self._lane(read, 0, 1, end=sum(held_out for _, held_out in self.sizes))
-        rows, each = iter(lane.row, None), self.batch // count
+        lane = self._pack(read, Counts(), end=sum(held_out for _, held_out in self.sizes))
+        rows, each = (row for row, _ in lane), self.batch // count
         batches = iter(lambda: list(itertools.islice(rows, self.batch)), [])
         for batch in itertools.islice(batches, most):
             batch += [row_of([], self.seq)] * (self.batch - len(batch))
-            yield stacked(batch[index * each : (index + 1) * each])[: None if self.packed else 2]
+            own = batch[index * each : (index + 1) * each]
+            yield tuple(map(np.stack, zip(*own, strict=True)))[: None if self.packed else 2]
+
+    def _pack(
+        self, read: Callable[[int], Document], counts: Counts, *place: Any, **end: int
+    ) -> Iterator[tuple[Arrays, list[int]]]:
+        patience, look = sum(train for train, _ in self.sizes), LOOK if self.packed else 1
+        return pack(read, self.seq, *place, **end, look=look, patience=patience, counts=counts)
 
     def held_out_batches(self) -> int | None:
         """Returns the number of batches of such a pass; None if only packing tells it."""
         return None if self.packed else -(-self.sizes[0][1] // self.batch)
 
-    def marks(self, vocab: int) -> dict[str, float]:
-        """Returns losses to compare with, in nats per token, by name."""
-        return {}
-
     def numbered(self, number: int) -> Document:
         """Reads a document of the endless order."""
         return self.read(*self.stream[number])
-
-    def _lane(self, read: Callable[[int], Document], *place: Any, **options: Any) -> Lane:
-        look, patience = LOOK if self.packed else 1, sum(train for train, _ in self.sizes)
-        return Lane(read, self.seq, *place, look=look, patience=patience, **options)
 
     @functools.cached_property
     def stream(self) -> grain.MapDataset[Any]:
@@ -261,18 +250,3 @@ class Batches:
         if len(streams) == 1:
             return streams[0]
         return grain.MapDataset.mix(streams, weights=self.weights)
-
-
-def read_ahead(batches: Iterator[T]) -> Iterator[T]:
-    """Yields batches that a thread makes while the devices work, in their order."""
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        # From one generator: after an error the batches that are queued behind it end at once.
-        ahead = [thread.submit(next, batches) for _ in range(AHEAD)]
-        while True:
-            ahead.append(thread.submit(next, batches))
-            yield ahead.pop(0).result()
-
-
-def stacked(rows: Sequence[Arrays]) -> Arrays:
-    """Returns arrays of rows as one array for each of their parts."""
-    return tuple(np.stack(part) for part in zip(*rows, strict=True))

@@ -5,10 +5,8 @@
     {"prompt": "...", "completion": "..."}      each a text, or messages
 
 docs/chat-data.md describes their other fields. Every line is checked once, when a file is opened:
-an error names file and line before training. Memory holds 20 bytes per document: file, offset,
-number and checksum of its line, so that a line that changes while a run reads it raises
-`DataChanged`. Tables and compressed files, whose rows can't be read one by one, are copied as lines
-to a temporary folder.
+an error names file and line before training. Memory holds 20 bytes per document. Tables and
+compressed files, whose rows can't be read one by one, are copied as lines to a temporary folder.
 """
 
 import array
@@ -55,10 +53,8 @@ _AT_ONCE = 1024  # rows of a table
 def is_documents(path: Path) -> bool:
     """Returns True if a file, or all files of a folder, are named as documents.
 
-    Raises:
-        FileNotFoundError: The path does not exist.
-        ValueError: A folder has documents and other files; or a file has documents or tables under
-            another name, so that it would be learned as text with its braces and commas.
+    Raises ValueError if a folder has documents and other files; or a file has documents or tables
+    under another name, so that it would be learned as text with its braces and commas.
     """
     files, documents = files_in(path), []
     only_json = all(file.suffix.lower() == ".json" for file in files)
@@ -66,35 +62,26 @@ def is_documents(path: Path) -> bool:
         *_, before, last = ["", "", *(suffix.lower() for suffix in file.suffixes)]
         if last in (*LINES, TABLE) or (before in LINES and last in COMPRESSED):
             documents.append(file)
-        elif only_json or last in UNREAD or (last != ".txt" and _holds_documents(file)):
+        elif only_json or last in UNREAD or (last != ".txt" and _JSON.match(_head(file))):
             raise ValueError(
                 f"{file} is neither text nor documents: save documents as lines of JSON in .jsonl "
                 "(also .jsonl.gz) or in .parquet, with text, messages, or prompt and completion. "
                 f"Text is UTF-8: name it {file.stem}.txt"
             )
-    if documents and len(documents) < len(files):
-        other = next(file for file in files if file not in documents)
-        raise ValueError(
-            f"{path} holds documents ({documents[0].name}) and other files ({other.name}): "
-            "move the other files to another folder"
-        )
+    if documents and (others := [file.name for file in files if file not in documents]):
+        raise ValueError(f"{path} holds documents and {others[0]}: move it to another folder")
     return bool(documents)
 
 
-def _holds_documents(path: Path) -> bool:
+def _head(path: Path) -> bytes:
     with open_regular(path) as file:
-        return _JSON.match(file.read(_HEAD)) is not None
+        return file.read(_HEAD)
 
 
 class Records:
     """The documents of a file or a folder, by number; several threads may read them.
 
-    Args:
-        path: A file of lines, also compressed, a Parquet table, or a folder of such files.
-
-    Raises:
-        ValueError: A line is not a document (the message has file and line), or there is none.
-        OSError: The path does not exist, or a file is not regular.
+    Raises ValueError if a line is not a document (the message has file and line), or there is none.
     """
 
     def __init__(self, path: Path) -> None:
@@ -209,42 +196,35 @@ def parse(record: Any) -> Completion | Conversation:
     Traceback (most recent call last):
     ValueError: role 'usr' must be one of system, developer, user, assistant, tool
     """
-    forms = {"text", "messages", "prompt"} & record.keys() if isinstance(record, dict) else ()
-    if not forms:
-        raise ValueError(
-            'a document must be an object with "text", with "messages", or with "prompt" and '
-            f'"completion", and this is {_short(record)}'
-        )
     prompt: Any = []
-    if "messages" in forms:
-        answer = record["messages"]
-    elif "prompt" in forms:
-        prompt, answer = record["prompt"], record.get("completion")
+    known = record if isinstance(record, dict) else {}
+    if "messages" in known:
+        answer = known["messages"]
+    elif "prompt" in known:
+        prompt, answer = known["prompt"], known.get("completion")
         if isinstance(prompt, str) and isinstance(answer, str):
             return Completion(_text(prompt, "prompt"), _text(answer, "completion"))
+    elif "text" in known:
+        return Completion("", _text(known["text"], "text"))
     else:
-        return Completion("", _text(record["text"], "text"))
+        answer = None
     lists = isinstance(prompt, list) and isinstance(answer, list)
-    if not lists or not answer or not (prompt or "messages" in forms):
+    if not lists or not answer or not (prompt or "messages" in known):
         raise ValueError(
-            '"messages" must be a list of at least one message, and "prompt" and "completion" two '
-            f"texts, or two such lists; this is {_short(record)}"
+            'a document must be an object with "text", with a list of "messages", or with "prompt" '
+            f'and "completion", two texts or two such lists; and this is {_short(record)}'
         )
-    _check_renamed(record)
-    options = _decoded(record, "chat_template_kwargs", dict)
+    _check_renamed(known)
+    options = _decoded(known, "chat_template_kwargs", dict)
     if fixed := {"messages", "tools", "add_generation_prompt"} & options.keys():
         raise ValueError(f'"chat_template_kwargs" can\'t have the key "{fixed.pop()}": remove it')
-    if tools := _decoded(record, "tools", list):
+    if tools := _decoded(known, "tools", list):
         options = {**options, "tools": tools}
     return Conversation([_message(item) for item in [*prompt, *answer]], len(prompt), options)
 
 
 def is_learned(message: Message) -> bool:
-    """Returns False if a flag of the message leaves it out of the loss.
-
-    >>> is_learned({"role": "assistant", "content": "a", "weight": 0})
-    False
-    """
+    """Returns False if a flag of the message leaves it out of the loss."""
     return all(message.get(name) in (None, 1) for name in _FLAGS)
 
 
@@ -287,7 +267,7 @@ def functions(messages: Messages) -> list[dict[str, Any]]:
     return [each for each in called if each.get("arguments") is not None]
 
 
-def _decoded(fields: Mapping[str, Any], name: str, kind: type[dict] | type[list]) -> Any:
+def _decoded(fields: Mapping[str, Any], name: str, kind: type[Any]) -> Any:
     """Returns an object or a list of objects, or that of a JSON text; an empty one for none."""
     value = decoded = fields.get(name)
     if isinstance(value, str) and value:

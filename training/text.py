@@ -10,12 +10,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from training.data_files import IntArray, TokenFile, files_in, fingerprint, open_regular
+from training.data_files import IntArray, TokenFile, files_in, fingerprint
 from training.packing import Batches, Document
 from training.show import human_count, printable
 from training.tokenizer import Tokenizer
@@ -25,35 +25,30 @@ TokenArray = IntArray | TokenFile
 CHUNK = 1 << 22  # tokens that are checked at once
 COUNTED = 1 << 24  # tokens of which entropies are computed: 2 s
 HELD_OUT = 0.1  # of the tokens
+PIECE = 1 << 20  # characters that are tokenized at once
 PROMPT = 16  # held-out tokens at the beginning of a generated sample
 TOKEN_FILES = (".bin", ".npy")
 
 
-@dataclass(frozen=True, eq=False)
-class Tokens:
+class Tokens(NamedTuple):
     """A corpus as token ids."""
 
     tokens: TokenArray  # (N,), of any integer type
     name: str  # in a report
     byte_level: bool  # a token is one byte of UTF-8 text, which `decode` requires
 
-    @property
-    def fingerprint(self) -> str:
-        """Checksum of the tokens, or of the full file if there is one."""
-        if isinstance(self.tokens, TokenFile):
-            return self.tokens.fingerprint
-        content = np.ascontiguousarray(self.tokens).view(np.uint8)
-        return fingerprint(lambda at, size: content[at : at + size].tobytes(), content.size)
 
-
-def load_tokens(source: str | os.PathLike[str] | None, vocab: int) -> Tokens:
+def load_tokens(
+    source: str | os.PathLike[str] | None, vocab: int, tokenizer: Tokenizer | None = None
+) -> Tokens:
     """Reads a corpus and checks that every token is in `[0, vocab)`.
 
     Args:
-        source: None for the text inside CPython; a text file; a folder of text files, also behind
-            links, which are joined in the order of their paths; a `.bin` file of raw little-endian
-            uint16 ids (uint32 if named `.u32.bin`); or a one-dimensional integer `.npy` file.
+        source: None for the text inside CPython; a text file; a folder of text files, which are
+            joined in the order of their paths; a `.bin` file of raw little-endian uint16 ids
+            (uint32 if named `.u32.bin`); or a one-dimensional integer `.npy` file.
         vocab: Number of token ids of the model. Byte-level text needs at most 256.
+        tokenizer: Makes the tokens of text; without one they are bytes.
 
     Raises:
         OSError: `source` does not exist, or is not regular.
@@ -65,28 +60,40 @@ def load_tokens(source: str | os.PathLike[str] | None, vocab: int) -> Tokens:
     """
     if not 1 <= vocab < 2**31:
         raise ValueError(f"vocab={vocab}: it must be from 1 to 2**31 - 1, as batches are int32")
+    tokens: TokenArray
+    path = Path(source or "pydoc_data.topics")
+    name, is_ids = path.resolve().name, path.suffix.lower() in TOKEN_FILES and not path.is_dir()
     if source is None:
         from pydoc_data.topics import topics
 
-        text = "\n".join(topics[key] for key in sorted(topics)).encode()
-        corpus = Tokens(np.frombuffer(text, np.uint8), "pydoc_data.topics", byte_level=True)
+        text = "\n".join(topics[key] for key in sorted(topics))
+        tokens = np.frombuffer(text.encode(), np.uint8)
+    elif path.is_dir():
+        files = files_in(path)
+        if ids := [file for file in files if file.suffix.lower() in TOKEN_FILES]:
+            raise ValueError(f"{ids[0]} has the name of token ids: a folder may hold text only")
+        texts = [_open_text(file)[:] for file in files]
+        tokens = np.concatenate([np.zeros(0, np.uint8), *texts])
     else:
-        path = Path(source)
-        name, files = path.resolve().name, files_in(path)
-        ids = [file for file in files if file.suffix.lower() in TOKEN_FILES]
-        if path.is_dir() and ids:
-            raise ValueError(
-                f"{ids[0]} has the name of a file of token ids, and a folder holds text files "
-                "only: name one file, or move it elsewhere"
-            )
-        parts: list[TokenArray] = [_open_ids(file) for file in ids] or list(map(_open_text, files))
-        if path.is_dir():
-            parts = [np.concatenate([np.zeros(0, np.uint8), *(part[:] for part in parts)])]
-        corpus = Tokens(parts[0], name, byte_level=not ids)
-    if corpus.tokens.size == 0:
+        (path,) = files_in(path)
+        tokens = _open_ids(path) if is_ids else _open_text(path)
+    if tokens.size == 0:
         raise ValueError(f"{source} is empty: give a text of at least one token")
-    check_range(corpus.tokens, vocab, corpus.name)
-    return corpus
+    if tokenizer is not None and not is_ids:
+        tokens = _tokenized(tokens, tokenizer)
+    check_range(tokens, vocab, name)
+    return Tokens(tokens, name, byte_level=tokenizer is None and not is_ids)
+
+
+def _tokenized(tokens: TokenArray, tokenizer: Tokenizer) -> IntArray:
+    """Returns a text of bytes in the tokens of a model."""
+    text = tokens[:].tobytes().decode(errors="ignore")  # it may end within a character
+    pieces, start = [], 0
+    while start < len(text):
+        end = text.find("\n", start + PIECE) + 1 or len(text)
+        pieces.append(tokenizer.encode(text[start:end]))
+        start = end
+    return np.concatenate(pieces)
 
 
 def _open_text(path: Path) -> TokenFile:
@@ -107,14 +114,13 @@ def _open_text(path: Path) -> TokenFile:
 
 
 def _open_ids(path: Path) -> TokenFile:
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
+    content = TokenFile(path, np.uint8)
     if path.suffix.lower() == ".bin":
         dtype = np.dtype("<u4" if path.name.lower().endswith(".u32.bin") else "<u2")
-        if size % dtype.itemsize:
+        if content.size % dtype.itemsize:
             raise ValueError(
-                f"{path} has {size} bytes, and {dtype} ids need a multiple of {dtype.itemsize}: "
-                "the file is incomplete, or of another type (uint32 ids need the name .u32.bin)"
+                f"{path} has {content.size} bytes, which are no {dtype} ids: it is incomplete, or "
+                "of another type (uint32 ids need the name .u32.bin)"
             )
         return TokenFile(path, dtype)
     try:
@@ -149,8 +155,7 @@ def check_range(tokens: TokenArray, vocab: int, name: str) -> None:
 def split(tokens: TokenArray, seq: int) -> tuple[TokenArray, TokenArray]:
     """Returns the training tokens and the last tenth, which is held out; both are views.
 
-    Raises:
-        ValueError: A part does not fill one sequence of `seq + 1` tokens.
+    Raises ValueError if a part does not fill one sequence of `seq + 1` tokens.
 
     >>> [part.size for part in split(np.arange(50), seq=4)]
     [45, 5]
@@ -172,7 +177,7 @@ def decode(tokens: npt.ArrayLike) -> str:
     >>> decode([72, 105, 27, 10])
     'Hi\\\\x1b\\n'
     """
-    ids = np.asarray(tokens).astype(np.int64).ravel()
+    ids = np.asarray(tokens).ravel()
     as_bytes = np.where((ids >= 0) & (ids < 256), ids, 0xFF).astype(np.uint8)  # 0xFF is not UTF-8
     return printable(as_bytes.tobytes().decode("utf-8", errors="replace"))
 
@@ -206,8 +211,6 @@ class Text(Batches):
     Windows start `S` tokens apart, so each token but the first is a target once. Training leaves
     out a last window that is shorter; evaluation pads it.
 
-    Raises ValueError if a part does not fill one window.
-
     >>> text = Text(Tokens(np.arange(40), "numbers", False), seq=2, batch=1, seed=0)
     >>> [(rows.tolist(), mask.tolist()) for rows, mask in text.held_out(0, 1)]
     [([[36, 37, 38]], [[1.0, 1.0]]), ([[38, 39, 0]], [[1.0, 0.0]])]
@@ -221,11 +224,12 @@ class Text(Batches):
 
     packed: ClassVar[bool] = False
     temperature: ClassVar[float] = 0.8  # of generated samples
+    ends: ClassVar[list[int]] = []  # a window ends anywhere
 
     def __post_init__(self) -> None:
-        self.train, self.rest = split(self.corpus.tokens, self.seq)
+        tokens, self.name, self.byte_level = self.corpus
+        self.train, self.rest = split(tokens, self.seq)
         self.sizes = [((self.train.size - 1) // self.seq, -(-(self.rest.size - 1) // self.seq))]
-        self.name, self.byte_level = self.corpus.name, self.corpus.byte_level
         self.unit = "byte" if self.byte_level else "token"
         self.facts = {"train_tokens": self.train.size, "held_out_tokens": self.rest.size}
         self.held_out_size = f"{self.rest.size:,} held-out {self.unit}s"
@@ -242,8 +246,13 @@ class Text(Batches):
 
     @property
     def contents(self) -> dict[str, str]:
-        """Checksum of the text or its tokens, by the flag that names it."""
-        return {"data": self.corpus.fingerprint}
+        """Checksum of the text or its tokens, or of the full file if there is one."""
+        tokens = self.corpus.tokens
+        if isinstance(tokens, TokenFile):
+            return {"data": tokens.fingerprint}
+        content = np.ascontiguousarray(tokens).view(np.uint8)
+        checksum = fingerprint(lambda at, size: content[at : at + size].tobytes(), content.size)
+        return {"data": checksum}
 
     def outlook(self, steps: int) -> str:
         """Describes how many epochs a run of `steps` steps is."""

@@ -18,7 +18,7 @@ from training.config import Config
 from training.corpus import sources_of
 from training.data_files import DataChanged, TokenFile
 from training.documents import Documents, Source
-from training.packing import LOOK, Document, Lane, row_of
+from training.packing import LOOK, Counts, Document, pack, row_of
 from training.records import Records
 from training.saving import REFUSE, WARN, Saver, changed_contents, check_settings
 from training.text import Text, Tokens, load_tokens
@@ -266,8 +266,14 @@ def document(number, size=None):
     return 1000 * number + places, places <= len(places) // 2
 
 
-def read(number):
-    return Document("whole", *document(number))
+def lane(end, left_out=(), **options):
+    """Rows of documents up to a number; some are left out."""
+    counts = Counts()
+
+    def read(number):
+        return Document("empty") if number in left_out else Document("whole", *document(number))
+
+    return [row for row, _ in pack(read, SEQ, end=end, counts=counts, **options)], counts
 
 
 def documents_of(row):
@@ -287,16 +293,14 @@ def documents_of(row):
 
 
 def test_every_document_comes_once_and_whole_in_rows_that_are_nearly_full():
-    lane = Lane(read, SEQ, 0, 1)
-    rows = [lane.row() for _ in range(300)]
-    seen = [n for row in rows for n in documents_of(row)]
-    assert len(seen) == len(set(seen))
+    rows, counts = lane(3000)
+    seen = [n for row in rows[:300] for n in documents_of(row)]
+    assert len(seen) == len(set(seen)) and counts.numbers == {"whole": 3000}
     # Each row takes the one that waits longest, and of others no more than fit.
     assert set(range(max(seen) - LOOK * (SEQ + 1) // 2)) <= set(seen), "none is left behind"
-    assert np.mean([(row[2] > 0).mean() for row in rows]) > 0.97
+    assert np.mean([(row[2] > 0).mean() for row in rows[:300]]) > 0.97
     # A pass ends when its documents do.
-    rows = iter(Lane(read, SEQ, 0, 1, end=50).row, None)
-    assert sorted(n for row in rows for n in documents_of(row)) == list(range(50))
+    assert sorted(n for row in lane(50)[0] for n in documents_of(row)) == list(range(50))
     # A row may be one document, and one may be empty.
     ids, mask = document(3, SEQ + 1)
     tokens, weights, segments, _ = row_of([(ids, mask)], SEQ)
@@ -304,10 +308,9 @@ def test_every_document_comes_once_and_whole_in_rows_that_are_nearly_full():
     assert not any(part.any() for part in row_of([], SEQ))
     # An order in which nothing can be learned ends with an error.
     with pytest.raises(ValueError, match="31 documents.*--seq-len"):
-        Lane(lambda number: Document("empty"), SEQ, 0, 1, patience=30).row()
+        lane(100, range(100), patience=30)
     # One that waited, and was edited since, is counted.
-    lane = Lane(lambda number: Document("empty"), SEQ, 8, 1, [3], end=8)
-    assert lane.row() is None and lane.counts.numbers["empty"] == 1
+    assert lane(9, [3], following=9, former=[3])[1].numbers == {"empty": 1}
 
 
 DIR = "DIR, step 4"
