@@ -42,10 +42,8 @@ class Marked(NamedTuple):
     marks: dict[int, int]
 
     def reached(self, beginning: Marked) -> tuple[int, str]:
-        """Returns the position up to which a beginning agrees with this text, and its rest.
-
-        Both are compared from the end of the last answer on that is marked in both.
-        """
+        """Returns the position up to which a beginning agrees with this text, and its rest."""
+        # From the end of the last answer on that is marked in both.
         both = [number for number in beginning.marks if number % 2 and number in self.marks]
         skipped, base = (beginning.marks[max(both)], self.marks[max(both)]) if both else (0, 0)
         tail = beginning.text[skipped:]
@@ -61,12 +59,7 @@ def answers_in(messages: Messages) -> list[int]:
 def tokens_in(span: Span, starts: Integers, ends: Integers) -> slice:
     """Returns the tokens of an answer: the first ends in it, the last starts in it.
 
-    A token with the space before an answer and its first word belongs to the answer, because the
-    model predicts it there.
-
-    >>> starts, ends = np.array([0, 4, 7, 11]), np.array([4, 7, 11, 15])
-    >>> tokens_in(Span(5, 11), starts, ends)
-    slice(1, 3, None)
+    A token may have the space before an answer and its first word: the model predicts it there.
     """
     inside = (ends > span.start) & (starts < span.end)
     if span.ending:
@@ -148,11 +141,7 @@ def _span(messages: Messages, at: int, whole: Marked, render: Render) -> Span | 
 
 
 def common_prefix(first: str, second: str) -> int:
-    """Returns the number of characters that two texts begin with alike.
-
-    >>> common_prefix("<|end|>", "<|user|>")
-    2
-    """
+    """Returns the number of characters that two texts begin with alike."""
     sizes = range(1, min(len(first), len(second)) + 1)
     return bisect.bisect_left(sizes, True, key=lambda size: first[:size] != second[:size])
 

@@ -37,12 +37,10 @@ def sources_of(data: str) -> list[tuple[Path, float]]:
 
 def load(config: Config, vocab: int, seq: int) -> Corpus:
     """Loads the data of `--data` for rows of `seq` tokens and an embedding of `vocab` rows."""
-    tokenizer, folder, base = None, config.tokenizer, config.init_from
+    folder, base = config.tokenizer, config.init_from
     if folder is None and base is not None and has_tokenizer(Path(base)):
         folder = base
-    if folder is not None:
-        tokenizer = Tokenizer(folder)
-        tokenizer.check_fits(vocab)
+    tokenizer = None if folder is None else Tokenizer(folder, vocab)
     paths = [] if config.data is None else sources_of(config.data)
     texts = [path for path, _ in paths if not is_documents(path)]
     if texts and len(paths) > 1:

@@ -85,10 +85,7 @@ def checksum(*parts: bytes) -> str:
 
 
 def fingerprint(read: Callable[[int, int], bytes], size: int) -> str:
-    """Returns a checksum of `size` bytes, of samples if they are more than `EXACT`.
-
-    `read` returns the bytes of a range, from its start and its length.
-    """
+    """Returns a checksum of `size` bytes, or of samples; `read` returns those of start and size."""
     if size <= EXACT:
         return checksum(str(size).encode(), read(0, size))
     places = EXACT // SAMPLE

@@ -1,25 +1,20 @@
-"""Documents to train on: files, folders and weighted mixtures, tokenized and packed when used.
-
-The last tenth of each source is held out.
-"""
+"""Documents to train on: files, folders and weighted mixtures, tokenized and packed when used."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from training.answers import answers_in
-from training.packing import Batches, Counts, Document, Ids, Mask, pack
+from training.packing import Batches, Counts, Document, Ids, pack
 from training.records import Completion, Records, parse
 from training.show import human_count, printable
 from training.tokenizer import Tokenizer
 
-HELD_OUT = 10  # every so many documents one
-TRIED = 100  # documents that are tried until the tokenizer accepts one, or one fits as a prompt
+HELD_OUT = 10  # the last tenth of each source
+TRIED = 100  # documents that are tried until one fits as a prompt, or to find end tokens
 LOOKED = 1000  # documents that the outlook of a run reads
-ENDS_LOOKED = 8  # documents of each source in which end tokens are looked for
 
 
 class Source(NamedTuple):
@@ -53,9 +48,7 @@ class Documents(Batches):
         self.counts, self.sizes = Counts(), []
         for records, _ in self.sources:
             if len(records) < 2:
-                raise ValueError(
-                    f"{records.name} has 1 document, and at least 2 are needed: add one"
-                )
+                raise ValueError(f"{records.name} has 1 document: add at least one to hold out")
             held_out = max(1, len(records) // HELD_OUT)
             self.sizes.append((len(records) - held_out, held_out))
         self.weights = [source.weight for source in self.sources]
@@ -73,12 +66,22 @@ class Documents(Batches):
             "loss_on": self.loss_on,
             "long_documents": self.long,
         }
-        ends: dict[int | None, None] = {}
+        ends: dict[int | None, None] = {}  # tokens that end a text or a turn, in their order
         for source, (records, _) in enumerate(self.sources):
-            self._check(source)
-            for at in range(min(ENDS_LOOKED, len(records))):
-                with contextlib.suppress(ValueError):  # counted when training reads it
-                    ends[self.tokenizer.end_of(*self._tokenized(records, at))] = None
+            tried = [self.read(source, at) for at in range(min(TRIED, len(records)))]
+            if all(document.reason for document in tried):
+                raise ValueError(tried[0].reason)
+            ends |= dict.fromkeys(self.tokenizer.end_of(x.ids[x.mask]) for x in tried)
+            for at in range(len(records) if self.long == "error" else 0):
+                document = self.read(source, at)
+                if document.reason:
+                    raise ValueError(document.reason)
+                if document.size > self.seq + 1:
+                    raise ValueError(
+                        f"{records.where(at)}: {document.size} tokens, and --seq-len {self.seq} "
+                        f"allows {self.seq + 1}: use a longer one, or --long-documents truncate or "
+                        "drop"
+                    )
         self.ends = [end for end in ends if end is not None]
 
     @property
@@ -88,10 +91,7 @@ class Documents(Batches):
         return {"data": data, **self.tokenizer.fingerprints()}
 
     def outlook(self, steps: int) -> str:
-        """Describes which documents a run truncates or leaves out, and the epochs of each source.
-
-        The estimate packs the first documents of the run's order, at most one epoch of them.
-        """
+        """Describes what a run truncates or leaves out, and its epochs, by its first documents."""
         epoch = sum(train for train, _ in self.sizes)
         looked = min(LOOKED, epoch)
         counts = Counts()
@@ -108,10 +108,7 @@ class Documents(Batches):
         )
 
     def prompt(self, most: int) -> Ids | None:
-        """Returns the first held-out document, up to its last answer, that fits in `most` tokens.
-
-        None if there is none.
-        """
+        """Returns the first held-out document, up to its last answer, of at most `most` tokens."""
         for (records, _), (train, held_out) in zip(self.sources, self.sizes, strict=True):
             for at in range(train, train + min(TRIED, held_out)):
                 content = parse(records[at])
@@ -135,10 +132,11 @@ class Documents(Batches):
 
     def read(self, source: int, at: int) -> Document:
         """Tokenizes a document, and truncates it or leaves it out if it is longer than a row."""
+        records = self.sources[source].records
         try:
-            ids, mask = self._tokenized(self.sources[source].records, at)
+            ids, mask = self.tokenizer.document(records[at], self.loss_on)
         except ValueError as error:
-            return Document("refused", reason=str(error))
+            return Document("refused", reason=f"{records.where(at)}: {error}")
         size, treatment = len(ids), "whole"
         if size > self.seq + 1:
             if self.long != "truncate":
@@ -147,30 +145,3 @@ class Documents(Batches):
         if not mask[1:].any():
             return Document("empty", size=size)
         return Document(treatment, ids, mask, size)
-
-    def _tokenized(self, records: Records, at: int) -> tuple[Ids, Mask]:
-        try:
-            return self.tokenizer.document(records[at], self.loss_on)
-        except ValueError as error:
-            raise ValueError(f"{records.where(at)}: {error}") from error
-
-    def _check(self, source: int) -> None:
-        """Raises ValueError if the tokenizer accepts none of the first documents.
-
-        If `long` is "error", raises it if any document is refused or longer than a row.
-        """
-        records, strict = self.sources[source].records, self.long == "error"
-        tried = range(len(records) if strict else min(TRIED, len(records)))
-        documents = (self.read(source, at) for at in tried)
-        if not strict:
-            if all(document.reason for document in documents):
-                raise ValueError(self.read(source, 0).reason)
-            return
-        for at, document in enumerate(documents):
-            if document.reason:
-                raise ValueError(document.reason)
-            if document.size > self.seq + 1:
-                raise ValueError(
-                    f"{records.where(at)}: {document.size} tokens, and --seq-len {self.seq} allows "
-                    f"{self.seq + 1}: use a longer --seq-len, or --long-documents truncate or drop"
-                )

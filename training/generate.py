@@ -54,8 +54,8 @@ def answer(folder: Path, adapter: Path | None, question: str, length: int) -> st
             f"{question=}, {length=}: give a question that is not empty, and a length from 1 to "
             f"{MAX_LENGTH} tokens"
         )
-    config, tokenizer = interchange.config(folder), Tokenizer(folder)
-    tokenizer.check_fits(config.vocab)
+    config = interchange.config(folder)
+    tokenizer = Tokenizer(folder, config.vocab)
     if message := lack_of_room(4 * families.num_params(config), "answer"):
         raise ValueError(message)
     lora = None if adapter is None else peft.adapter_config(adapter)

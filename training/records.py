@@ -190,12 +190,7 @@ class Conversation(NamedTuple):
 
 
 def parse(record: Any) -> Completion | Conversation:
-    """Returns the content of a record; raises ValueError if it is not a document.
-
-    >>> parse({"messages": [{"role": "usr", "content": "Hi"}]})
-    Traceback (most recent call last):
-    ValueError: role 'usr' must be one of system, developer, user, assistant, tool
-    """
+    """Returns the content of a record; raises ValueError if it is not a document."""
     prompt: Any = []
     known = record if isinstance(record, dict) else {}
     if "messages" in known:

@@ -24,15 +24,8 @@ CHARACTERS = 2**26  # of one text
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
 
-class TemplateError(Exception):
-    """A template raises an error, or exceeds a limit."""
-
-
 class Renderer:
-    """Renders chat templates in a process that is started at the first use.
-
-    Not safe for use by several threads at once.
-    """
+    """Renders chat templates in a process that is started at the first use; one thread uses it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -43,27 +36,23 @@ class Renderer:
     ) -> tuple[str, list[tuple[int, int]] | None]:
         """Returns a conversation's text, and the places of its {% generation %} blocks.
 
-        Without such blocks in the template the places are None. Raises TemplateError if the
-        template raises an error, takes more than 10 s or 1 GB, or did so for three conversations
-        in a row: further ones are not tried.
+        Without such blocks in the template the places are None. Raises ValueError if the template
+        raises an error, takes more than 10 s or 1 GB, or did so for three conversations in a row:
+        further ones are not tried.
         """
         exceeded = self._exceeded.get(template, 0)
         if exceeded >= TRIES:
-            raise TemplateError(
-                f"it exceeded {SECONDS} s or its memory limit for {TRIES} conversations in a row: "
-                "use another template"
-            )
+            raise ValueError(f"{TRIES} conversations in a row took too much: use another template")
         marks = _GENERATION.search(template) is not None
         request = {**variables, "chat_template": template, "conversations": [messages]}
         request["return_assistant_tokens_mask"] = marks
         reply = self._request(json.dumps([SECONDS, request], default=str))
         self._exceeded[template] = exceeded + 1 if "limit" in reply else 0
         if "limit" in reply:
-            raise TemplateError(
-                f"it takes more than {reply['limit']} for one conversation: use another template"
-            )
+            limit = f"{reply['limit']} for one conversation"
+            raise ValueError(f"it takes more than {limit}: use another template")
         if "error" in reply:
-            raise TemplateError(reply["error"])
+            raise ValueError(reply["error"])
         return reply["text"], [(start, end) for start, end in reply["blocks"]] if marks else None
 
     def _request(self, line: str) -> dict[str, Any]:
@@ -79,7 +68,7 @@ class Renderer:
             self._process = None
             if process.wait() == -signal.SIGXCPU:
                 return {"limit": f"{SECONDS} s of CPU time"}
-        raise TemplateError(f"its process exited with code {process.returncode}: see stderr")
+        raise ValueError(f"its process exited with code {process.returncode}: see stderr")
 
     def _start(self) -> subprocess.Popen[str]:
         process = subprocess.Popen(

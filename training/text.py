@@ -49,14 +49,6 @@ def load_tokens(
             (uint32 if named `.u32.bin`); or a one-dimensional integer `.npy` file.
         vocab: Number of token ids of the model. Byte-level text needs at most 256.
         tokenizer: Makes the tokens of text; without one they are bytes.
-
-    Raises:
-        OSError: `source` does not exist, or is not regular.
-        ValueError: The source is empty, of another kind, or has an id outside `[0, vocab)`.
-
-    >>> corpus = load_tokens(None, vocab=256)
-    >>> corpus.byte_level, corpus.tokens.size > 100_000
-    (True, True)
     """
     if not 1 <= vocab < 2**31:
         raise ValueError(f"vocab={vocab}: it must be from 1 to 2**31 - 1, as batches are int32")
@@ -153,13 +145,7 @@ def check_range(tokens: TokenArray, vocab: int, name: str) -> None:
 
 
 def split(tokens: TokenArray, seq: int) -> tuple[TokenArray, TokenArray]:
-    """Returns the training tokens and the last tenth, which is held out; both are views.
-
-    Raises ValueError if a part does not fill one sequence of `seq + 1` tokens.
-
-    >>> [part.size for part in split(np.arange(50), seq=4)]
-    [45, 5]
-    """
+    """Returns the training tokens and the last tenth, which is held out; both are views."""
     cut = tokens.size - round(tokens.size * HELD_OUT)
     if min(cut, tokens.size - cut) < seq + 1:
         raise ValueError(
@@ -172,11 +158,7 @@ def split(tokens: TokenArray, seq: int) -> tuple[TokenArray, TokenArray]:
 
 
 def decode(tokens: npt.ArrayLike) -> str:
-    """Returns byte-level tokens as text that is safe to print; others become U+FFFD.
-
-    >>> decode([72, 105, 27, 10])
-    'Hi\\\\x1b\\n'
-    """
+    """Returns byte-level tokens as text that is safe to print; others become U+FFFD."""
     ids = np.asarray(tokens).ravel()
     as_bytes = np.where((ids >= 0) & (ids < 256), ids, 0xFF).astype(np.uint8)  # 0xFF is not UTF-8
     return printable(as_bytes.tobytes().decode("utf-8", errors="replace"))
@@ -190,9 +172,6 @@ def entropies(tokens: TokenArray, vocab: int) -> dict[str, float]:
     large vocabulary, a short text) the result is lower than any model could reach on new text.
 
     Source: Shannon, Prediction and Entropy of Printed English (1951), F1 and F2.
-
-    >>> entropies(np.array([0, 1, 0, 1, 0]), vocab=2)["bigram entropy"]
-    0.0
     """
     ids = tokens[:COUNTED].astype(np.int64)
     _, counts = np.unique(ids, return_counts=True)

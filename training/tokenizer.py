@@ -1,8 +1,7 @@
 """Tokenizer and chat template of a folder: documents as tokens, with a mask of the learned ones.
 
-Uses transformers, without PyTorch. Learned are the assistant's answers of a conversation, with the
-tokens that end their turns, the completion of a prompt, and all of a text. `training.answers`
-locates the answers in the text of a template.
+Learned are the assistant's answers of a conversation, with the tokens that end their turns, the
+completion of a prompt, and all of a text. transformers is used without PyTorch.
 """
 
 import copy
@@ -28,7 +27,7 @@ from training.records import (
     parse,
 )
 from training.show import printable
-from training.templates import Renderer, TemplateError
+from training.templates import Renderer
 
 Options = Mapping[str, Any]  # `tools` and other variables of a template
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # a tokenizer has one of them
@@ -40,10 +39,15 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 class Tokenizer:
-    """A tokenizer of transformers and its chat template, from a folder."""
+    """A tokenizer of transformers and its chat template, from a folder.
 
-    def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder)
+    Raises ValueError if a model of `vocab` tokens has no embedding for one of them. Added tokens
+    may lie beyond where a model of text never uses them (Gemma's image tokens): a document that has
+    one raises an error.
+    """
+
+    def __init__(self, folder: str | Path, vocab: int | None = None) -> None:
+        self._folder, self._vocab = Path(folder), vocab
         # transformers warns that PyTorch is missing, which tokenizers do not need.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         try:
@@ -66,7 +70,6 @@ class Tokenizer:
                 "tokenizer.json, with a tokenizer_config.json without `auto_map`: Python code of "
                 "the folder is never run"
             ) from error
-        self._vocab: int | None = None
         self._lock = threading.Lock()
         self._renderer = Renderer()
         end = self._backend.eos_token_id
@@ -76,20 +79,15 @@ class Tokenizer:
         places = range(len(full) - len(text) + 1)
         at = next((at for at in places if full[at : at + len(text)] == text), len(full))
         self._before, self._after = full[:at], full[at + len(text) :]
-
-    def check_fits(self, vocab: int) -> None:
-        """Raises ValueError if a model has no embedding for one of the tokens.
-
-        Added tokens may lie beyond the vocabulary where a model of text never uses them (Gemma's
-        image tokens): a document that has one raises an error.
-        """
+        added = self._backend.added_tokens_decoder.items()
+        self._special = {at for at, token in added if token.special}
+        self._special.update(self._backend.all_special_ids)
         largest = max(self._backend.vocab_size - 1, *self._end, 0)
-        if largest >= vocab:
+        if vocab is not None and largest >= vocab:
             raise ValueError(
-                f"the tokenizer in {self._folder} has tokens up to {largest}, and the model's "
-                f"embedding has {vocab} rows: use the tokenizer that the model was trained with"
+                f"the tokenizer in {folder} has tokens up to {largest}, and the model's embedding "
+                f"has {vocab} rows: use the tokenizer that the model was trained with"
             )
-        self._vocab = vocab
 
     def fingerprints(self) -> dict[str, str]:
         """Checksums of the vocabulary and of the chat template."""
@@ -105,15 +103,10 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._backend.decode(list(map(int, tokens))))
 
-    def end_of(self, ids: Ids, mask: Mask) -> int | None:
-        """Returns the special token that ends the learned part of a document; None if none does.
-
-        Spaces and line breaks that a template writes after it are skipped.
-        """
-        added = self._backend.added_tokens_decoder.items()
-        special = {*self._backend.all_special_ids, *(at for at, token in added if token.special)}
-        for token in map(int, ids[mask][::-1]):
-            if token in special:
+    def end_of(self, learned: Ids) -> int | None:
+        """Returns the special token that ends learned tokens, except for spaces; or None."""
+        for token in map(int, learned[::-1]):
+            if token in self._special:
                 return token
             if self.decode([token]).strip():
                 break
@@ -121,8 +114,7 @@ class Tokenizer:
 
     def to_end(self, tokens: Sequence[int], start: int) -> Sequence[int]:
         """Returns the tokens up to the first that ends a text or a turn, from `start` on."""
-        special = set(self._backend.all_special_ids)
-        ends = (at for at in range(start, len(tokens)) if int(tokens[at]) in special)
+        ends = (at for at in range(start, len(tokens)) if int(tokens[at]) in self._special)
         return tokens[: next(ends, len(tokens) - 1) + 1]
 
     def opening(self, text: str) -> Ids:
@@ -130,10 +122,7 @@ class Tokenizer:
         return self._begun(self.encode(text))
 
     def prompt(self, messages: Messages, options: Options | None = None) -> Ids:
-        """Returns a conversation with the generation prompt, after which the assistant answers.
-
-        Raises ValueError if there is no message, or the template does not accept them.
-        """
+        """Returns a conversation with the generation prompt, after which the assistant answers."""
         if not messages:
             raise ValueError("a prompt needs at least one message before the answer")
         with self._lock:
@@ -147,10 +136,7 @@ class Tokenizer:
         return self.prompt([{"role": "user", "content": question}])
 
     def document(self, record: Record, loss_on: str = "assistant") -> tuple[Ids, Mask]:
-        """Returns the tokens of a document and the mask of those that are learned.
-
-        Raises ValueError if the template does not accept the conversation.
-        """
+        """Returns tokens and mask; raises ValueError if the template does not accept a record."""
         content, everything = parse(record), loss_on == "all"
         with self._lock:  # training and held-out batches are made in different threads
             if isinstance(content, Conversation):
@@ -260,10 +246,7 @@ class Tokenizer:
     def _render(
         self, messages: Messages, options: Options, *, prompt: bool = False
     ) -> tuple[str, list[Span] | None]:
-        """Returns a text and its {% generation %} blocks; None if the template has none.
-
-        Of named templates "tool_use" is for conversations with tools, else "default".
-        """
+        """Returns a text and its {% generation %} blocks; None if the template has none."""
         if self._backend.chat_template is None:
             raise ValueError(
                 f"{self._folder} has no chat template, which conversations require: add "
@@ -271,9 +254,10 @@ class Tokenizer:
             )
         variables = {**self._backend.special_tokens_map, **options, "add_generation_prompt": prompt}
         try:
+            # Of named templates "tool_use" is for conversations with tools, else "default".
             template = str(self._backend.get_chat_template(None, options.get("tools")))
             text, blocks = self._renderer.render(template, messages, variables)
-        except (ValueError, TemplateError) as error:
-            message = printable(str(error))
-            raise ValueError(f"the chat template in {self._folder}: {message}") from error
+        except ValueError as error:
+            message = f"the chat template in {self._folder}: {printable(str(error))}"
+            raise ValueError(message) from error
         return text, None if blocks is None else [Span(*block) for block in blocks]
