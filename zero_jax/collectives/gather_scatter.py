@@ -69,9 +69,8 @@ def gather(shard: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
     if cut.dim is None:
         return full
     collective: Collective = all_gather
-    dtype = full.dtype
-    if wire.gather_bits and _as_integers(cut) and jnp.issubdtype(dtype, jnp.floating):
-        full, collective = shard, quantised.all_gather(all_gather, dtype)
+    if wire.gather_bits and _as_integers(cut) and jnp.issubdtype(full.dtype, jnp.floating):
+        full, collective = shard, quantised.all_gather(all_gather, full.dtype)
     full = _along(collective, full, cut, cut.axis, wire)
     return strip_dim(full, cut.dim, cut.size) if cut.padded else full
 
@@ -151,12 +150,7 @@ def takes_slot(cut: Partition, wire: Wire) -> bool:
 def looked_up(cut: Partition, read: int, wire: Wire) -> bool:
     """Returns whether a device reads so few rows of a leaf that they are sent (lookup.py), not it.
 
-    Leaves are not looked up if matrices are sent as integers.
-
-    Args:
-      cut: Partition of the leaf.
-      read: Number of rows that one device reads at once; 0 if it is not read by rows.
-      wire: Communication otherwise.
+    A leaf that is not read by rows has 0. No leaf is looked up if matrices are sent as integers.
     """
     if not read or cut.dim is None or cut.shards == 1 or cut.model_shards > 1:
         return False
@@ -244,10 +238,7 @@ def psum_scatter(full: jax.Array, axis: Axis, dim: int, bucket_bytes: int | None
 
 def all_to_all(rows: jax.Array, axis: Axis, bucket_bytes: int | None) -> jax.Array:
     """`jax.lax.all_to_all` of dim 0: row i is sent to device i, at most a bucket at a time."""
-
-    def send(x: jax.Array) -> jax.Array:
-        return jax.lax.all_to_all(x, axis, 0, 0)
-
+    send = functools.partial(jax.lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0)
     if not _exceeds(rows.nbytes, axis, bucket_bytes):
         return send(rows)
     flat = rows.reshape(len(rows), -1)
@@ -255,7 +246,7 @@ def all_to_all(rows: jax.Array, axis: Axis, bucket_bytes: int | None) -> jax.Arr
 
 
 def psum(full: jax.Array, axis: Axis, dim: int, bucket_bytes: int | None) -> jax.Array:
-    """`jax.lax.psum`, at most a bucket at a time; of all dims, like the others only by its type."""
+    """`jax.lax.psum`, at most a bucket at a time; `dim` has no effect."""
     if not _exceeds(full.nbytes, axis, bucket_bytes):
         return jax.lax.psum(full, axis)
     summed = _in_pieces(lambda x: jax.lax.psum(x, axis), full.reshape(-1), 1, bucket_bytes)
@@ -270,11 +261,7 @@ def _exceeds(nbytes: int, axis: Axis, bucket_bytes: int | None) -> bool:
 def _in_pieces(fn: Function, x: jax.Array, copies: int, bucket_bytes: int | None) -> jax.Array:
     """Applies `fn` to pieces of the last dim, and joins its results along it.
 
-    Args:
-      fn: A collective.
-      x: Its operand, of 1 or 2 dims.
-      copies: Elements in the buffer for each element of the last dim.
-      bucket_bytes: Maximum bytes of the buffer.
+    The buffer has `copies` elements for each element of that dim, and at most `bucket_bytes`.
     """
     assert bucket_bytes is not None
     most = max(bucket_bytes // (copies * x.dtype.itemsize), 1)
