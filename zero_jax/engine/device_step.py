@@ -14,11 +14,11 @@ import jax.numpy as jnp
 
 from zero_jax.collectives import gather_scatter, lookup
 from zero_jax.collectives.precision import norm_of, sum_of_squares, two_sums
-from zero_jax.engine import execute, losses, micro_batch
+from zero_jax.engine import execute, losses
 from zero_jax.engine.config import Config
 from zero_jax.engine.lazy_param import LazyParam, Param, full
 from zero_jax.engine.lifetimes import LIFETIMES, MICRO_BATCH, STEP, TOUCH, Leaf
-from zero_jax.engine.micro_batch import Micro
+from zero_jax.engine.losses import Micro
 from zero_jax.engine.trace import Traced
 from zero_jax.remat import policies
 from zero_jax.sharding import paths
@@ -77,7 +77,7 @@ class DeviceStep:
     ) -> Result:
         """Returns the global loss alone."""
         views = self._views(jax.tree.leaves(params))
-        extras = micro_batch.fold_keys(extras, self._place)
+        extras = losses.fold_keys(extras, self._place)
         total, weight, aux = self._run(self._weights(*views), batch, extras)
         return self._result(*self._sums(total, weight), aux, (None, None, None))
 
@@ -88,12 +88,10 @@ class DeviceStep:
         views = self._views(jax.tree.leaves(params))
 
         def one(micro: PyTree, index: jax.Array | int) -> tuple[Micro, Leaves]:
-            own = micro_batch.fold_keys(extras, self._place * self.k + index)
+            own = losses.fold_keys(extras, self._place * self.k + index)
             return self._one(views, micro, own, scale)
 
-        (total, weight, undo, aux), grads = micro_batch.accumulate(
-            one, batch, self.k, self.traced.kinds
-        )
+        (total, weight, undo, aux), grads = losses.accumulate(one, batch, self.k, self.traced.kinds)
         total, weight = self._sums(total, weight)
         return self._result(total, weight, aux, self._finish(grads, undo / (weight * scale)))
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from zero_jax.engine import losses, micro_batch, outside
+from zero_jax.engine import losses, outside
 from zero_jax.engine.config import Config
 from zero_jax.engine.device_step import DeviceStep
 from zero_jax.engine.device_step import Result as Result
@@ -67,7 +67,7 @@ class GlobalLoss:
         k = k or self.settings.grad_accum_steps
         full = jax.eval_shape(layout.unpad, params)
         _check_params(params, self.settings.splitter(full))
-        micro_batch.check_batch(batch, batch_shards(self.settings.mesh), k)
+        losses.check_batch(batch, batch_shards(self.settings.mesh), k)
         full, batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (full, batch))
         traced: Traced = self._trace.trace(full, batch, extras, k).out_info
         # Values of an outer trace, which the loss closes over, are others in the next one.
