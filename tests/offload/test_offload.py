@@ -266,12 +266,9 @@ def test_the_check_passes_here_and_fails_for_a_difference_and_an_error(monkeypat
         runpy.run_module("zero_jax.offload", run_name="__main__")
     said = capsys.readouterr().out
     assert said.count("passed: ") == 2 and jax.__version__ in said
-    runs = [
-        lambda settings: np.ones(2),
-        lambda settings: np.ones(2) + settings.offload.optimizer,
-        lambda settings: np.ones(2) + (settings.remat == "block@host"),
-        lambda _: zero_on(2, offload="disk"),
-    ]
+    ones, wrong = np.ones(2), lambda _: zero_on(2, offload="disk")
+    off = lambda s: ones + s.offload.optimizer, lambda s: ones + (s.remat == "block@host")
+    runs = [lambda _: ones, *off, wrong]
     for number, run in enumerate(runs):
         monkeypatch.setattr(offload_check, "_trained", run)
         assert main(["--check"]) == (number > 0)

@@ -1,14 +1,10 @@
 """ZeRO stages 1 and 2 inside a user's `shard_map`, as an optax transformation.
 
-Parameters are replicated; the optimizer state is partitioned. `update` takes this device's own full
-gradients, reduce-scatters them, updates this device's shard and gathers the updates:
-
-    state:  K/N bytes per parameter and device (K = 8 for Adam's two moments)
-    sent:   2Ψ elements per step: a reduce-scatter of Ψ and a gather of Ψ
-
-The all-reduce of plain data parallelism sends the same. Inside `shard_map` a transformation
-receives shards only, so `init` raises for those that are not elementwise (elementwise_check.py).
-Source: ZeRO (arXiv:1910.02054), sections 5.1, 5.2 and 7.2.1.
+Parameters are replicated; the optimizer state is partitioned, K/N bytes per parameter and device
+(K = 8 for Adam's two moments). A step reduce-scatters Ψ elements and gathers Ψ, as many as the
+all-reduce of plain data parallelism. Inside `shard_map` a transformation receives shards only, so
+`init` raises for those that are not elementwise (elementwise_check.py). Source: ZeRO
+(arXiv:1910.02054), sections 5.1, 5.2 and 7.2.1.
 """
 
 from collections.abc import Callable
