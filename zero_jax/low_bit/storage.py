@@ -116,12 +116,9 @@ def blocks_span(cut: Partition) -> bool:
 
 def scales_split(split: Partition) -> Partition:
     """Returns the partition of scales: that of the leaf, but not along a dim whose blocks span."""
-    dims: list[int | None] = [split.dim, split.model]
-    if blocks_span(split):
-        blocks = codes.block_dim(split.shape) - len(split.shape)
-        dims = [None if dim == blocks else dim for dim in dims]
-    shape = codes.scales_shape(split.shape)
-    return dataclasses.replace(split, shape=shape, dim=dims[0], model=dims[1])
+    blocks = codes.block_dim(split.shape) - len(split.shape) if blocks_span(split) else None
+    data, model = (None if dim == blocks else dim for dim in (split.dim, split.model))
+    return dataclasses.replace(split, shape=codes.scales_shape(split.shape), dim=data, model=model)
 
 
 def _boxes(shape: Sequence[int], most: int) -> Iterator[Box]:

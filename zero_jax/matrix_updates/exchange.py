@@ -120,10 +120,7 @@ class RowLayout:
 
     Args:
       arrays: The kind of matrices, and their partition, of each array.
-      loads: For each device, the number of matrices of each kind.
-
-    Attributes:
-      firsts: For each kind, the first matrix of each device.
+      loads: For each device, the number of matrices of each kind. `firsts` has the first ones.
     """
 
     def __init__(self, arrays: Sequence[tuple[int, Pieces]], loads: Sequence[Load]):
@@ -163,9 +160,11 @@ class RowLayout:
         """Returns a row for each device, of this device's pieces of all matrices."""
         rows = []
         for device, load in enumerate(self._loads):
-            boxes = [(self.firsts[kind][device], load[kind]) for kind, _ in self._arrays]
-            pairs = zip(sharded, boxes, strict=True)
-            rows.append(self._joined([_some(x, first, count) for x, (first, count) in pairs]))
+            parts = []
+            for (kind, _), x in zip(self._arrays, sharded, strict=True):
+                first = self.firsts[kind][device]
+                parts.append(jax.lax.slice_in_dim(x, first, first + load[kind]).reshape(-1))
+            rows.append(self._joined(parts))
         return {dtype: jnp.stack([row[dtype] for row in rows]) for dtype in self._lengths}
 
     def received(self, rows: Rows, load: Load) -> Arrays:
@@ -183,10 +182,6 @@ class RowLayout:
         devices = [list(self._split(rows, at, load)) for at, load in enumerate(self._loads)]
         parts = zip(self._arrays, zip(*devices, strict=True), strict=True)
         return [jnp.concatenate(x).reshape(-1, *p.piece) for (_, p), x in parts]
-
-
-def _some(stack: jax.Array, first: int, count: int) -> jax.Array:
-    return jax.lax.slice_in_dim(stack, first, first + count).reshape(-1)
 
 
 class Axes(NamedTuple):

@@ -144,13 +144,10 @@ def _stack(value: _Value | bool) -> Dim:
 
 def _constants(jaxpr: jex.Jaxpr) -> list[jax.Array]:
     """Returns the arrays that the text of a jaxpr does not show."""
-    found = []
-    for eqn in jaxprs.nested(jaxpr):
-        found += [jaxprs.read({}, a) for a in eqn.invars if not is_var(a) and shape_of(a)]
-        parameters = jax.tree.leaves(eqn.params, is_leaf=lambda x: isinstance(x, jex.ClosedJaxpr))
-        for closed in parameters:
-            found += closed.consts if isinstance(closed, jex.ClosedJaxpr) else ()
-    return found
+    inside, is_closed = list(jaxprs.nested(jaxpr)), lambda x: isinstance(x, jex.ClosedJaxpr)
+    literals = [a for e in inside for a in e.invars if not is_var(a) and shape_of(a)]
+    closed = filter(is_closed, jax.tree.leaves([e.params for e in inside], is_leaf=is_closed))
+    return [*(jaxprs.read({}, a) for a in literals), *(x for c in closed for x in c.consts)]
 
 
 class _OneByOne(Evaluator[_Value]):

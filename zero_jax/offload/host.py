@@ -263,7 +263,8 @@ class PiecewiseUpdate:
         splitter, frozen, self.mesh = partitioning
         self.splits, self._frozen = splitter(like), paths.frozen_leaves(like, frozen)
         self.of_state = state_partitions(trees[1], like, self.splits)
-        self._all_splits = [*self.splits, *self.of_state, *self.splits]
+        full = [Partition((), None, 1)] * len(jax.tree.leaves(trees[3:]))  # such as the loss
+        self._all_splits = [*self.splits, *self.of_state, *self.splits, *full]
         self._owners = mirrors(self._all_splits, self.splits)
         count, self.first_param = len(self.splits), len(self.splits) + len(self.of_state)
         states = range(count, self.first_param)
@@ -344,9 +345,7 @@ class PiecewiseUpdate:
         """Returns values for `outputs`, and operands of each parameter; inputs are as stored."""
         known = dict(self._constants)
         for at, x in inputs.items():
-            is_stored = at < len(self._all_splits)
-            value = layout.unpad(as_stored(x, self._all_splits[at])) if is_stored else x
-            known[self._inputs[at]] = value
+            known[self._inputs[at]] = layout.unpad(as_stored(x, self._all_splits[at]))
         wanted = [self._outputs[at] for at in self._at_once]
         wanted += [var for r in self.recipes.values() for var in (*r.scalars, *r.arrays)]
         used = needed(self._graph.eqns, wanted)

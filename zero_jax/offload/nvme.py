@@ -334,12 +334,7 @@ class StateFiles:
     ) -> PyTree:
         """Returns the parameters after a step, which is written to the other slot.
 
-        Args:
-          grads: Gradients.
-          params: Parameters.
-          guard: The guard after the step.
-          finite: Whether the step counts.
-          loss: The loss, for the transformation.
+        `guard` is that after the step, which counts if `finite`.
         """
         update, now = self._update, self.store.step
         flat, (new, treedef) = jax.tree.leaves(grads), jax.tree.flatten(params)
