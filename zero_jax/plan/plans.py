@@ -189,10 +189,8 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Returns plain data for JSON: the prediction and, if compiled, the audit."""
         audit, time, predicted = self.compiled, self.time, self.predicted
-        sizes, names = (
-            ("total_bytes", "argument_bytes", "alias_bytes", "terms"),
-            ("stage", "grad_accum_steps", "num_params"),
-        )
+        names = ("stage", "grad_accum_steps", "num_params")
+        sizes = ("total_bytes", "argument_bytes", "alias_bytes", "terms")
         known: dict[str, Any] = {
             **{name: getattr(self, name) for name in names},
             "remat": str(self.remat),
@@ -289,7 +287,7 @@ def format_proof(plan: Plan, memory_bytes: int) -> str:
         rows.append(["  not counted", ", ".join(audit.uncounted)])
     parts = [f"Stage {plan.stage} compiled for {name}", table(rows, "<"), "", "Largest temporaries"]
     parts += [
-        f"  {gigabytes(t.bytes):>10}  {t.shape.split('{')[0][:40]:40}  {t.source}"
+        f"  {gigabytes(t.bytes):>10}  {t.shape[:40]:40}  {t.source}"
         for t in audit.peak.temporaries[:8]
     ]
     parts += ["", "Collectives", auditor.format_table(audit)]
