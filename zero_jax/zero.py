@@ -83,7 +83,7 @@ class Zero(Config):
 
     @property
     def config(self) -> Config:
-        """The validated settings."""
+        """The validated settings, this `Zero` itself."""
         return self
 
     def replace(self, **settings: Any) -> Self:

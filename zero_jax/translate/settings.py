@@ -294,22 +294,19 @@ def _rate(file: File) -> Arguments:
         return {}
     warmup, total = (None if file.values.get(name) == AUTO else file[name] for name in names)
     high, low = file[f"{_LR}warmup_max_lr"], file[f"{_LR}warmup_min_lr"]
-    span, least = high - low, file[f"{_LR}cos_min_ratio"]
     if kind == "WarmupLR" and warmup is None:
         return {"lr": [f"lr = {high}"], "learning_rate": high}
     if kind != "WarmupLR" and total is None and file.values.get(names[1]) != AUTO:
         raise ValueError(f"`{names[1]}` is missing: {kind} needs it")
     if kind == "WarmupCosineLR":  # its bounds are parts of the optimizer's rate
         high, low = file[f"{_ADAM}lr"], file[f"{_LR}warmup_min_ratio"]
-        span = 1 - low
     up = None if warmup is None else max(2, warmup)  # of 1 step the logarithm would be 0
-    is_linear, hint = file[f"{_LR}warmup_type"] == "linear", ""
-    if None in (warmup, total) and kind != "WarmupLR":
-        hint = '  # "auto": put the steps of your run here'
-    code = SCHEDULES[kind].format(
-        rise="step / warmup" if is_linear else "jnp.log1p(step) / math.log(warmup)",
-        **{"up": up or 100, "total": total or 1000, "hint": hint},
-        **{"high": high, "low": low, "span": span, "least": least, "rest": 1 - least},
-    )
+    is_linear = file[f"{_LR}warmup_type"] == "linear"
+    values = {"high": high, "low": low, "least": file[f"{_LR}cos_min_ratio"]}
+    values |= {"up": up or 100, "total": total or 1000}
+    values["rise"] = "step / warmup" if is_linear else "jnp.log1p(step) / math.log(warmup)"
+    is_known = warmup is not None and total is not None
+    values["hint"] = "" if is_known else '  # "auto": put the steps of your run here'
+    code = SCHEDULES[kind].format(**values)
     made = {"lr": ["", *code.splitlines(), ""], "learning_rate": high}
     return {**made, "max_steps": total, "warmup_steps": up}
