@@ -29,7 +29,7 @@ def unknown(what: str, name: str, known: Iterable[str], ask: str = "Known:") -> 
 
 
 def check_once(names: Iterable[str]) -> None:
-    """Raises ValueError if a name is given twice, as YAML and JSON allow."""
+    """Raises ValueError if a name is given twice, as YAML, JSON and pytrees allow."""
     if twice := [name for name, count in collections.Counter(names).items() if count > 1]:
         raise ValueError(f"{', '.join(twice)} is given twice: remove one")
 

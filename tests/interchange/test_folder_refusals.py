@@ -224,7 +224,7 @@ for name in ("config.json", INDEX, "adapter_config.json"):
     FOLDERS += [(name, special(name, kind)) for kind in ("pipe", "folder", "1 TiB")]
 TREES = [  # parameters in a checkpoint that are no GPT of its config
     ("wte/embedding", lambda p: {"w": jnp.ones((3, 3))}),
-    ("--prefix 0/ema/", lambda p: {"ema": p}), ("--like", lambda p: {"embed": p["wte"]}),
+    ("--prefix.*0/ema/", lambda p: {"ema": p}), ("--like", lambda p: {"embed": p["wte"]}),
     (r"ln_f/bias \[12\]", lambda p: {name: x for name, x in p.items() if name != "ln_f"}),
     ("wpe/embedding is missing", lambda p: {name: x for name, x in p.items() if name != "wpe"}),
     (r"head \[3, 3\]", lambda p: p | {"head": jnp.ones((3, 3))}),

@@ -35,7 +35,7 @@ from orbax.checkpoint.multihost import get_barrier_sync_fn
 
 from zero_jax._version import __version__
 from zero_jax.checkpoint.arrays import MODULUS, Damaged, Piece, StoredArray, total
-from zero_jax.checkpoint.directory import DISCARDED, step_folders, sweep
+from zero_jax.checkpoint.directory import DISCARDED, folders, step_folders, sweep
 from zero_jax.checkpoint.leaves import NamedLeaf, leaves, unflatten
 from zero_jax.checkpoint.manifest import ITEM, MANIFEST, Json, Manifest, check_seal, write_seal
 from zero_jax.distributed.lock import locked
@@ -238,11 +238,9 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         return Manifest.read(self._folder(step))
 
     def _folder(self, step: int | None) -> pathlib.Path:
+        self.wait()
         step = self.latest if step is None else step
-        if step not in (steps := self.steps):
-            wanted = "a checkpoint" if step is None else f"step {step}"
-            raise ValueError(f"{self.directory} does not hold {wanted}: it holds steps {steps}")
-        return self.directory / str(step) / ITEM
+        return max(folders(self.directory, step).items())[1] / ITEM
 
     def restore(
         self,

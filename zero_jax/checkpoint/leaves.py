@@ -5,7 +5,6 @@ its unpadded array: saving splits it into the pieces that this process stores, a
 the piece of each device. A piece that several devices store is saved from the first.
 """
 
-import collections
 import dataclasses
 import functools
 import operator
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.checkpoint.arrays import KEY, Index, Piece, StoredArray, chunk_shape
+from zero_jax.names import check_once
 from zero_jax.offload.nvme import FileArray, StateFiles
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.paths import Padded, PyTree
@@ -123,16 +123,13 @@ def leaves(tree: PyTree) -> list[NamedLeaf]:
     tree = _unfolded(tree)
     nodes = jax.tree.leaves(tree, is_leaf=_is_padded)
     names = [name for name, _ in paths.named_leaves(tree)]
-    times = collections.Counter(names)
-    result: list[NamedLeaf] = []
-    for number, (name, node) in enumerate(zip(names, nodes, strict=True)):
-        leaf = NamedLeaf(name, node, number)
-        if times[name] > 1:
-            raise ValueError(f"two leaves have the path {name!r}: give them different paths")
+    check_once(names)
+    pairs = enumerate(zip(names, nodes, strict=True))
+    named = [NamedLeaf(name, node, number) for number, (name, node) in pairs]
+    for leaf in named:
         if not isinstance(leaf.value, _KINDS):
-            raise ValueError(f"{name} is a {type(leaf.value).__name__}: put it into `extra`")
-        result.append(leaf)
-    return result
+            raise ValueError(f"{leaf.name} is a {type(leaf.value).__name__}: put it into `extra`")
+    return named
 
 
 def unflatten(tree: PyTree, nodes: list[PyTree]) -> PyTree:

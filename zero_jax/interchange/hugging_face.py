@@ -308,14 +308,12 @@ def export(
 def _parameters(held: Mapping[str, StoredArray], prefix: str | None) -> dict[str, StoredArray]:
     """Returns the arrays under a prefix, without it."""
     if prefix is None:
-        ends = ((name, end) for name in held for end in _EMBEDDINGS)
-        prefixes = [name.removesuffix(end) for name, end in ends if f"/{name}".endswith(f"/{end}")]
-        prefix = next((known for known in PREFIXES if known in prefixes), None)
+        usual = (p for p in PREFIXES if any(p + path in held for path in _EMBEDDINGS))
+        prefix = next(usual, None)
         if prefix is None:
             raise ValueError(
-                f"it has no parameters of models/ ({' or '.join(_EMBEDDINGS)}) under the usual "
-                "paths, and other models can't be exported. For another path give "
-                f"--prefix {few(prefixes, ' or --prefix ') or 'PREFIX'}"
+                f"it has no {' or '.join(_EMBEDDINGS)}, of a model of models/, under the usual "
+                f"paths: if it has one elsewhere, give its --prefix. It holds {few([*held])}"
             )
     arrays = {name[len(prefix) :]: held[name] for name in held if name.startswith(prefix)}
     if not arrays:
