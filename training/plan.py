@@ -69,14 +69,12 @@ def print_plan(
     known: Mapping[str, Any], stages: Sequence[model_states.Estimate], step: zero_jax.Plan
 ) -> None:
     """Prints the settings of the run, from `facts`, and its predicted memory."""
-    psi, clip = known["psi"], known["max_grad_norm"]
+    psi = known["psi"]
     mesh = " x ".join(f"{axis} {size}" for axis, size in known["mesh"].items())
     readable = {
         "psi": f"{psi:,} ({human_count(psi)} parameters)",
         "mesh": mesh,
         "hf_config": known["hf_config"]["model_type"],
-        "trained": "all" if known["trained"] == psi else f"{known['trained']:,}",
-        "max_grad_norm": f"{clip:g}" if clip else "off",
     }
     left_out = {*readable, "order", "contents"}
     shown = readable | {k: "-" if v is None else v for k, v in known.items() if k not in left_out}
@@ -90,9 +88,7 @@ def print_plan(
         ["", *(f"stage {n}{', this run' if n == step.stage else ''}" for n in range(4))],
         [[name, *map(human_bytes, sizes)] for name, *sizes in rows],
     )
-    predicted = {**step.predicted.terms, "total": step.predicted.total_bytes}
-    terms = [[name.replace("_", " "), human_bytes(n)] for name, n in predicted.items() if n]
-    _print_table("Predicted peak per device", ["term", "bytes"], terms)
+    print(f"\nPredicted peak per device\n\n{step}\n")
 
 
 def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -12,7 +12,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from types import FrameType
 
 import jax
@@ -33,7 +32,9 @@ class Stopped(BaseException):
 class Stop(contextlib.ExitStack):
     """Decides once per step, equally in all processes, if the run ends; handles its signals.
 
-    `resume` is the command that resumes the run, for the message of a second Ctrl-C.
+    Python calls signal handlers in the main thread alone, which may wait for storage or a device.
+    Its C handler writes each signal's number to a pipe at once. There a thread reads it, confirms
+    the first Ctrl-C, and ends the process at the second. `resume` is the command that resumes.
     """
 
     def __init__(self, mesh: Mesh, hours: float | None = None, resume: str = "the same command"):
@@ -43,55 +44,39 @@ class Stop(contextlib.ExitStack):
         self._votes = _Votes(mesh) if jax.process_count() > 1 else None
 
     def __enter__(self) -> Stop:
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        thread = threading.Thread(target=self._listen, args=[read], daemon=True, name="Ctrl-C")
+        thread.start()
+        self.callback(thread.join, 1.0)  # it may wait for a reader of stderr
+        self.callback(os.close, write)
+        before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        self.callback(signal.set_wakeup_fd, before)
         # The handler only sets a code: an exception raised inside a callback of JAX would be lost.
         self.enter_context(signals_to(self._note))
-        self.enter_context(_interrupts(self._resume))
         return self
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self._code = max(self._code, CODES[signal.Signals(number)])
+
+    def _listen(self, pipe: int) -> None:
+        messages = [
+            "stopping after this step and a checkpoint; press Ctrl-C again to stop at once\n",
+            f"stopped by the second Ctrl-C. To resume from a checkpoint:\n{self._resume}\n",
+        ]
+        with open(pipe, "rb", buffering=0) as numbers:
+            while messages and (number := numbers.read(1)):
+                if number[0] == signal.SIGINT:
+                    with contextlib.suppress(OSError):
+                        os.write(2, messages.pop(0).encode())
+        if not messages:
+            os._exit(INTERRUPTED)
 
     def __call__(self) -> int:
         """Returns the exit code to end with, equal in all processes; 0 to continue."""
         if time.monotonic() > self._end:
             self._code = max(self._code, RESUMABLE)
         return self._code if self._votes is None else self._votes.cast(self._code)
-
-
-@contextlib.contextmanager
-def _interrupts(resume: str) -> Iterator[None]:
-    """Confirms the first Ctrl-C in the block, and ends the process at the second.
-
-    Python calls signal handlers in the main thread alone, which may wait for storage or a device.
-    Its C handler writes each signal's number to a pipe at once, and a thread reads it there.
-    """
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    messages = (
-        "stopping after this step and a checkpoint; press Ctrl-C again to stop at once\n",
-        f"stopped by the second Ctrl-C. To resume from the newest checkpoint:\n{resume}\n",
-    )
-
-    def listen() -> None:
-        count = 0
-        with open(read, "rb", buffering=0) as numbers:
-            while number := numbers.read(1):
-                if number[0] == signal.SIGINT:
-                    count += 1
-                    with contextlib.suppress(OSError):
-                        os.write(2, messages[count - 1].encode())
-                if count == len(messages):
-                    os._exit(INTERRUPTED)
-
-    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    thread = threading.Thread(target=listen, daemon=True, name="Ctrl-C")
-    thread.start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(write)
-        thread.join(1.0)  # it may wait for a reader of stderr
 
 
 class _Votes:

@@ -33,7 +33,6 @@ from zero_jax.models.experts import Routed
 from zero_jax.plan.planning import bytes_on
 from zero_jax.sharding.checks import check_replicas
 
-BEFORE, AFTER = "before training", "after training"
 SETTINGS = "config.yaml"  # in the folder of a run
 STORAGE = 5.0  # factor of the watchdog's patience; by default an hour for a large model's states
 LONG = 50  # an evaluation of this many batches prints its progress
@@ -80,7 +79,7 @@ class TrainingLoop:
         if done == last:
             say(f"Step {done} is the last of --max-steps {last}: nothing is left to train")
         if config.profile and last - done < FIRST_TRACED:
-            say(f"--profile traces nothing: this start has fewer than {FIRST_TRACED} steps left")
+            say(f"--profile traces nothing: fewer than {FIRST_TRACED} steps are left")
         for left in range(config.max_rollbacks, -1, -1):
             try:
                 with self._trace, Meter(last, tokens, start=done, enabled=lead) as meter:
@@ -115,20 +114,19 @@ class TrainingLoop:
         config = self.trainer.plan.config
         if config.init_from is not None:
             loss = self.evaluate(states[0], 0, config.max_eval_batches)
-            say(f"{BEFORE}: validation loss {loss:.4f}")
-            self.check_loss(loss, BEFORE)
-            self.show_sample(states[0], BEFORE)
+            say(f"before training: validation loss {loss:.4f}")
+            self.check_loss(loss, "before training")
+            self.show_sample(states[0], "before training")
         return states
 
     def check_loss(self, loss: float, when: str) -> None:
         """Raises NonFiniteError if the held-out loss is NaN or infinite."""
         if not math.isfinite(loss):
-            lower = "use a lower --lr, resume an earlier checkpoint with --resume-step, "
+            dtype = self.trainer.plan.config.compute_dtype
             raise zero_jax.NonFiniteError(
-                f"the validation loss {when} is {loss}, and nothing is exported: "
-                f"{lower * (when == AFTER)}use another dtype than --compute-dtype "
-                f"{self.trainer.plan.config.compute_dtype} (bf16 and fp32 hold larger numbers than "
-                "fp16), or check the data"
+                f"the validation loss {when} is {loss}, and nothing is exported: check the data, "
+                f"or use a lower --lr, or another dtype than --compute-dtype {dtype} (bf16 and "
+                "fp32 hold larger numbers than fp16)"
             )
 
     def show_sample(self, params: PyTree, what: str) -> None:
@@ -308,7 +306,7 @@ def run(config: Config) -> None:
                 loop = TrainingLoop(trainer, log, saver, stop, watchdog, command)
                 params = loop.train()
                 loss = loop.evaluate(params, config.max_steps)
-                loop.check_loss(loss, AFTER)
+                loop.check_loss(loss, "after training")
         if lead and (page := log.out_dir / PAGE).exists():
             say(f"Report of this run: {page}")
         say(f"validation loss {loss:.4f} nats per {corpus.unit}, over all {corpus.held_out_size}")

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -163,15 +163,6 @@ def _write_line(file: TextIO, line: Line) -> None:
         raise OSError(error.errno, error.strerror, file.name) from error
 
 
-class SavedStep(NamedTuple):
-    """A checkpoint of a run."""
-
-    step: int
-    time: datetime | None  # end of the save; its start if the checkpoint is deleted
-    nbytes: int | None = None
-    problem: str = "deleted"  # empty if it is complete
-
-
 class RunFolder:
     """The contents of the folder of a run; raises ValueError if there is none, or it is damaged."""
 
@@ -184,7 +175,7 @@ class RunFolder:
         self.earlier = [_object(path) for path in earlier]  # of starts before, oldest first
         self.steps, self.evaluations = _read_metrics(path / METRICS)  # lines, ascending
         self.events = _read_lines(path / EVENTS)  # starts, checkpoints and ends, oldest first
-        self.checkpoints = self._checkpoints()  # includes deleted ones
+        self.checkpoints = self._checkpoints()
 
     @property
     def unit(self) -> str:
@@ -211,14 +202,17 @@ class RunFolder:
         """Returns the latest event of a name; empty if there is none."""
         return [{}, *self.named(event)][-1]
 
-    def _checkpoints(self) -> list[SavedStep]:
-        times = {event["step"]: when(event) for event in self.named("checkpoint")}
-        checkpoints = {step: SavedStep(step, time) for step, time in times.items()}
+    def _checkpoints(self) -> list[Line]:
+        """Returns step, time, bytes and problems of each checkpoint; includes deleted ones."""
+        deleted = {"nbytes": None, "problems": ["deleted"]}
+        starts = self.named("checkpoint")
+        known: dict[int, Line] = {e["step"]: {"time": when(e), **deleted} for e in starts}
         for step, path in step_folders(self.path / CHECKPOINTS).items():
             seen = summary(path)
-            time = datetime.fromtimestamp(seen.seconds, UTC) if seen.seconds else times.get(step)
-            checkpoints[step] = SavedStep(step, time, seen.nbytes, "; ".join(seen.problems))
-        return [checkpoints[step] for step in sorted(checkpoints)]
+            done = datetime.fromtimestamp(seen.seconds, UTC) if seen.seconds else None
+            time = done or known.get(step, {}).get("time")
+            known[step] = {"time": time, "nbytes": seen.nbytes, "problems": seen.problems}
+        return [{"step": step, **known[step]} for step in sorted(known)]
 
 
 def _read_metrics(path: Path) -> tuple[list[Line], list[Line]]:

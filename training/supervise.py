@@ -61,14 +61,11 @@ def supervise(
     divides: int,
     backoff: float = 1.0,
 ) -> int:
-    """Starts and restarts the processes until the run ends; returns its exit code.
+    """Starts `count` processes of a command until the run ends; returns its exit code.
 
-    Args:
-        command: The command of each process, without the flags of its rank.
-        count: Number of processes at the start; later ones divide the number of devices `divides`.
-        restarts: Maximum number of restarts.
-        grace: Seconds in which the others must end by themselves after one has failed.
-        backoff: Seconds before the first restart; doubled for each further one.
+    Restarts those that are left, at most `restarts` times, in a number that divides that of devices
+    (`divides`). After a failure the others have `grace` seconds to end by themselves. A restart
+    waits for `backoff` seconds, doubled for each further one.
     """
     for attempt in range(restarts + 1):
         codes, lost, asked = _run(command, count, grace)
@@ -128,12 +125,9 @@ def _run(command: Sequence[str], count: int, grace: float) -> tuple[list[int], i
     forwarded, end = 0, math.inf
     with signals_to(lambda number, _: received.append(number)):
         try:
-            for own in flags:
-                # A new session: a Ctrl-C in the terminal reaches each process once, from here.
-                process = subprocess.Popen(
-                    [*command, *own], env=environment, start_new_session=True
-                )
-                processes.append(process)
+            # A new session: a Ctrl-C in the terminal reaches each process once, from here.
+            for args in ([*command, *own] for own in flags):
+                processes.append(subprocess.Popen(args, env=environment, start_new_session=True))
             while any(p.poll() is None for p in processes) and time.monotonic() <= end:
                 for number in received[forwarded:]:
                     for process in processes:
