@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from training.answers import answers_in
-from training.packing import Batches, Counts, Document, Ids, pack
+from training.packing import Batches, Counts, Document, Ids, Mask, pack
 from training.records import Completion, Records, parse
 from training.show import human_count, printable
 from training.tokenizer import Tokenizer
 
 HELD_OUT = 10  # the last tenth of each source
-TRIED = 100  # documents that are tried until one fits as a prompt, or to find end tokens
+TRIED = 100  # documents that are tried until the tokenizer accepts one, or one fits as a prompt
+ENDS_LOOKED = 8  # accepted documents of each source in which end tokens are looked for
 LOOKED = 1000  # documents that the outlook of a run reads
 
 
@@ -67,21 +68,26 @@ class Documents(Batches):
             "long_documents": self.long,
         }
         ends: dict[int | None, None] = {}  # tokens that end a text or a turn, in their order
-        for source, (records, _) in enumerate(self.sources):
-            tried = [self.read(source, at) for at in range(min(TRIED, len(records)))]
-            if all(document.reason for document in tried):
-                raise ValueError(tried[0].reason)
-            ends |= dict.fromkeys(self.tokenizer.end_of(x.ids[x.mask]) for x in tried)
-            for at in range(len(records) if self.long == "error" else 0):
-                document = self.read(source, at)
-                if document.reason:
-                    raise ValueError(document.reason)
-                if document.size > self.seq + 1:
-                    raise ValueError(
-                        f"{records.where(at)}: {document.size} tokens, and --seq-len {self.seq} "
-                        f"allows {self.seq + 1}: use a longer one, or --long-documents truncate or "
-                        "drop"
-                    )
+        for records, _ in self.sources:
+            if self.long == "error":
+                for at in range(len(records)):
+                    ids, _ = self._tokenized(records, at)
+                    if len(ids) > self.seq + 1:
+                        raise ValueError(
+                            f"{records.where(at)}: {len(ids)} tokens, and --seq-len {self.seq} "
+                            f"allows {self.seq + 1}: use a longer one, or --long-documents truncate"
+                        )
+            accepted, problems = 0, []
+            for at in range(min(TRIED, len(records))):
+                if accepted < ENDS_LOOKED:
+                    try:
+                        ids, mask = self._tokenized(records, at)
+                        ends[self.tokenizer.end_of(ids[mask])] = None
+                        accepted += 1
+                    except ValueError as error:
+                        problems.append(error)
+            if not accepted:
+                raise problems[0]
         self.ends = [end for end in ends if end is not None]
 
     @property
@@ -132,11 +138,10 @@ class Documents(Batches):
 
     def read(self, source: int, at: int) -> Document:
         """Tokenizes a document, and truncates it or leaves it out if it is longer than a row."""
-        records = self.sources[source].records
         try:
-            ids, mask = self.tokenizer.document(records[at], self.loss_on)
+            ids, mask = self._tokenized(self.sources[source].records, at)
         except ValueError as error:
-            return Document("refused", reason=f"{records.where(at)}: {error}")
+            return Document("refused", reason=str(error))
         size, treatment = len(ids), "whole"
         if size > self.seq + 1:
             if self.long != "truncate":
@@ -145,3 +150,9 @@ class Documents(Batches):
         if not mask[1:].any():
             return Document("empty", size=size)
         return Document(treatment, ids, mask, size)
+
+    def _tokenized(self, records: Records, at: int) -> tuple[Ids, Mask]:
+        try:
+            return self.tokenizer.document(records[at], self.loss_on)
+        except ValueError as error:
+            raise ValueError(f"{records.where(at)}: {error}") from error

@@ -161,9 +161,9 @@ def _copy_lines(path: Path, out: Path) -> None:
                 columns = [name for name in _COLUMNS if name in table.schema_arrow.names] or None
                 for batch in table.iter_batches(_AT_ONCE, columns=columns):
                     for row in batch.to_pylist():
-                        line = json.dumps(_without_nulls(row), default=str)
+                        line = json.dumps(_without_nulls(row), default=None if columns else str)
                         lines.write(line.encode() + b"\n")
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, TypeError, OSError) as error:
             raise ValueError(f"{path} can't be read as {suffix}: {error}") from error
 
 
