@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from zero_jax.adapters.quantised import Quantised
 from zero_jax.sharding.paths import PyTree
 from zero_jax.tracing import jaxpr as jaxprs
-from zero_jax.tracing.interpreter import Evaluator
+from zero_jax.tracing.evaluator import Evaluator
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,8 +24,8 @@ from jax.typing import ArrayLike
 from zero_jax.sharding.layout import Partition
 from zero_jax.sharding.paths import PyTree
 from zero_jax.tracing import jaxpr as jaxprs
-from zero_jax.tracing.dataflow import Dim, sharded_dims
 from zero_jax.tracing.jaxpr import CALLS, ELEMENTWISE, REDUCTIONS, Atom, Walk, shape_of
+from zero_jax.tracing.sharded_dims import Dim, sharded_dims
 from zero_jax.tracing.sources import transformation_of
 
 _LAYOUT = frozenset(("broadcast_in_dim", "transpose", "reshape", "squeeze"))

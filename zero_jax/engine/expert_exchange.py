@@ -29,8 +29,8 @@ import jax
 import jax.extend.core as jex
 
 from zero_jax.sharding.mesh import EXPERTS
-from zero_jax.tracing.dataflow import Graph, index_dims, kept_dims
-from zero_jax.tracing.interpreter import Resized
+from zero_jax.tracing.evaluator import Resized
+from zero_jax.tracing.graph import Graph
 from zero_jax.tracing.jaxpr import (
     ELEMENTWISE,
     Atom,
@@ -43,6 +43,7 @@ from zero_jax.tracing.jaxpr import (
     shape_of,
     stretch,
 )
+from zero_jax.tracing.sharded_dims import index_dims, kept_dims
 
 # Rows are sent in at most this many parts, of at least this many bytes: on a link between hosts,
 # smaller ones take as long to start as to send.

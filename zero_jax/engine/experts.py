@@ -22,9 +22,9 @@ from zero_jax.engine.expert_exchange import (
 )
 from zero_jax.sharding.layout import Partition
 from zero_jax.tracing import jaxpr as jaxprs
-from zero_jax.tracing.dataflow import Graph
+from zero_jax.tracing.evaluator import Evaluator
 from zero_jax.tracing.forms import Form, follow
-from zero_jax.tracing.interpreter import Evaluator
+from zero_jax.tracing.graph import Graph
 from zero_jax.tracing.jaxpr import Atom, dtype_of, is_in, shape_of
 
 # Traces a function of arrays of these shapes as a device of the mesh runs it.

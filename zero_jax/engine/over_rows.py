@@ -17,8 +17,9 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from zero_jax.tracing.dataflow import EQUAL_RESULTS, Dim, Forward, index_dims, sharded_dims
+from zero_jax.tracing.dataflow import EQUAL_RESULTS, Forward
 from zero_jax.tracing.jaxpr import LAYOUT, Atom, is_float, shape_of
+from zero_jax.tracing.sharded_dims import Dim, index_dims, sharded_dims
 
 _SUM = (
     "the loss function {doubt} a sum over the rows of the batch (dim 0). Losses are averaged "

@@ -28,8 +28,8 @@ from zero_jax.matrix_updates.regions import ShardedProgram
 from zero_jax.matrix_updates.units import Units
 from zero_jax.sharding.mesh import AnyMesh
 from zero_jax.tracing import jaxpr as jaxprs
-from zero_jax.tracing.dataflow import Dim
 from zero_jax.tracing.jaxpr import dtype_of, shape_of
+from zero_jax.tracing.sharded_dims import Dim
 
 Arrays = list[jax.Array]
 DType = np.dtype[Any]

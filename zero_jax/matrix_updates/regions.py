@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import jax.extend.core as jex
 
 from zero_jax.tracing import jaxpr as jaxprs
-from zero_jax.tracing.dataflow import Dim, Dims, Graph, ShardedDims
+from zero_jax.tracing.graph import Graph
 from zero_jax.tracing.jaxpr import CALLS, ELEMENTWISE, Atom, is_in, is_var, shape_of
+from zero_jax.tracing.sharded_dims import Dim, Dims, ShardedDims
 
 # Operations on full matrices, stacked along all dims but the last two.
 DECOMPOSITIONS = frozenset(

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from zero_jax.matrix_updates.regions import DECOMPOSITIONS, Region
 from zero_jax.tracing import jaxpr as jaxprs
-from zero_jax.tracing.dataflow import Dim, sharded_dims
-from zero_jax.tracing.interpreter import Evaluator
+from zero_jax.tracing.evaluator import Evaluator
 from zero_jax.tracing.jaxpr import CALLS, ELEMENTWISE, REDUCTIONS, dtype_of, is_var, shape_of
+from zero_jax.tracing.sharded_dims import Dim, sharded_dims
 
 # Operations whose parameters name dims, but no sizes.
 _WITHOUT_SIZES = REDUCTIONS | DECOMPOSITIONS | {"transpose", "squeeze", "argmax", "argmin"}

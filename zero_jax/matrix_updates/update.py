@@ -16,7 +16,8 @@ from zero_jax.sharding.layout import Partition, partition
 from zero_jax.sharding.mesh import MODEL, REPLICA, AnyMesh, data_axis, model_size, names
 from zero_jax.sharding.paths import PyTree
 from zero_jax.tracing import jaxpr as jaxprs
-from zero_jax.tracing.dataflow import Dims, needed
+from zero_jax.tracing.dataflow import needed
+from zero_jax.tracing.sharded_dims import Dims
 
 # A function, the atoms that it reads, and the variables of its results.
 _Step = tuple[Callable[..., list[jax.Array]], Sequence[jaxprs.Atom], Sequence[jex.Var]]

@@ -42,8 +42,9 @@ from zero_jax.sharding.layout import Partition, Partitioner, mirrors, state_part
 from zero_jax.sharding.mesh import AnyMesh
 from zero_jax.sharding.paths import Frozen, Padded, PyTree
 from zero_jax.tracing import jaxpr as jaxprs
-from zero_jax.tracing.dataflow import Graph, needed
-from zero_jax.tracing.interpreter import Resized
+from zero_jax.tracing.dataflow import needed
+from zero_jax.tracing.evaluator import Resized
+from zero_jax.tracing.graph import Graph
 from zero_jax.tracing.jaxpr import CALLS, runs_on_pieces, shape_of
 from zero_jax.tracing.sources import transformation_of
 

@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec
 
 from zero_jax.sharding.mesh import MODEL
 from zero_jax.tracing import jaxpr as jaxprs
-from zero_jax.tracing.dataflow import Dim, sharded_dims
 from zero_jax.tracing.interpreter import Interpreter
 from zero_jax.tracing.jaxpr import AnyJaxpr, Atom, as_closed, is_var, shape_of
+from zero_jax.tracing.sharded_dims import Dim, sharded_dims
 
 # Operations that write their result over their first operand.
 IN_PLACE = {f"scatter{kind}" for kind in ("", "-add", "-mul", "-min", "-max")}
