@@ -1,5 +1,4 @@
-"""Sharding of leaves: partition by shape, meshes, tensor parallelism over `model`.
+"""Sharding of leaves: meshes, the layout of each leaf, names of leaves and dims, the `model` axis.
 
-Names the leaves of a tree, assigns a partition to each, and compares replicas. May import nothing
-of zero_jax.
+Also checks of parameters and replicas. May import nothing of zero_jax but `releases.py`.
 """
