@@ -104,11 +104,6 @@ class RowFact(NamedTuple):
         return made._replace(sure=other.sure, of_row=other.of_row)
 
     @property
-    def is_mean(self) -> bool:
-        """True if a sum over rows was divided by their number, or a multiple of it."""
-        return self.summed > 0 and self.whole
-
-    @property
     def is_sum(self) -> bool:
         """True if it is a sum over rows that no constant makes a mean."""
         return self.summed > 0 and not self.whole
@@ -202,7 +197,8 @@ class _Rows(Forward[RowFact]):
         fact, made = self._scaled(eqn, values, base), []
         for var, dim in zip(eqn.outvars, dims, strict=True):
             if dim is None:
-                made.append(fact._replace(dim=None))
+                is_mean = fact.summed > 0 and fact.whole
+                made.append(fact._replace(dim=None, statistic=fact.statistic or is_mean))
             else:
                 # Along a dim of fewer elements there are groups, whose rows are in another dim.
                 sure = fact.sure and not 0 < shape_of(var)[dim] < self._rows
@@ -291,7 +287,7 @@ def _made_of(values: Sequence[RowFact]) -> RowFact:
         trained=any(f.trained for f in values),
         counts=all(f.counts or f.number is not None for f in values),
         of_row=any(f.of_row for f in values),
-        statistic=any(f.statistic or f.is_mean for f in values),
+        statistic=any(f.statistic for f in values),
     )
 
 
@@ -324,7 +320,7 @@ def _mixes_rows(eqn: jex.JaxprEqn, values: list[RowFact]) -> bool:
     if name in _ADD | {"mul", "div"} and len(rows) == 1:
         (other,) = (f for f in values if f.dim is None)
         softmax = name == "div" and other is values[1] and other.is_sum and not rows[0].counts
-        return other.statistic or other.is_mean or softmax
+        return other.statistic or softmax
     if name == "dot_general" and len(rows) == 2:
         used = zip(*eqn.params["dimension_numbers"], strict=True)
         return all(f.dim not in (*c, *b) for f, (c, b) in zip(values, used, strict=True))
