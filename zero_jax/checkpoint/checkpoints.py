@@ -337,8 +337,8 @@ def _compare(
         )
     kept = missing | changed
     for leaf in wanted:
-        is_value = isinstance(leaf.value, (jax.Array, np.ndarray, int, float))
-        if leaf.name in kept and not is_value:
+        is_abstract = leaf.in_files or isinstance(leaf.value, jax.ShapeDtypeStruct)
+        if leaf.name in kept and is_abstract:
             raise ValueError(f"{leaf.name} is not restored: `like` must have an array for it")
     return {n: held[n] for n in new if n not in kept}, missing, extra, changed
 
@@ -400,12 +400,11 @@ def save_args(step: int, saved: Sequence[NamedLeaf], config: Json, extra: Json) 
             for shard in leaf.value.addressable_shards:
                 if shard.replica_id == 0:
                     shard.data.copy_to_host_async()
-    pieces = {x.name: x.pieces if x.in_files else x.pieces() for x in saved}
+    arrays = {leaf.name: leaf.array for leaf in saved}
+    pieces = {leaf.name: leaf.pieces if leaf.in_files else leaf.pieces() for leaf in saved}
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore")
     versions = {"zero_jax": __version__} | {n: importlib.metadata.version(n) for n in packages}
-    return SaveArgs(
-        Manifest(step, {x.name: x.array for x in saved}, versions, config, extra), pieces
-    )
+    return SaveArgs(Manifest(step, arrays, versions, config, extra), pieces)
 
 
 def write_part(folder: pathlib.Path, args: SaveArgs) -> None:

@@ -20,14 +20,13 @@ def locked(directory: pathlib.Path, what: str = "checkpoints") -> int:
         lock = os.open(directory / NAME, os.O_RDWR | os.O_CREAT, 0o644)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        problem = f"{directory} can't be written or locked for {what}: {error.strerror}. Mount its "
-        problem += "file system with locks (Lustre: -o flock)"
+        problem = f"can't write or lock {directory} for {what}: {error.strerror} (Lustre: -o flock)"
         if lock is not None:
             if isinstance(error, (BlockingIOError, PermissionError)):
                 holder = os.read(lock, 200).decode("utf-8", "replace").strip()
                 problem = f"another run writes {what} to {directory} ({holder}): end it"
             os.close(lock)
-        raise ValueError(f"{problem}, or use another directory") from error
+        raise ValueError(f"{problem}. Otherwise use another directory") from error
     os.ftruncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return lock

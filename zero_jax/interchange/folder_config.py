@@ -144,7 +144,11 @@ def check_free(out: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(out: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields a folder to fill, which then becomes `out`, or is removed after an error."""
+    """Yields a folder to fill, which then becomes `out`, or is removed after an error.
+
+    Raises ValueError if `out` is in use.
+    """
+    check_free(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial")
     try:

@@ -270,7 +270,6 @@ def export(
     if not 1 <= max_file_bytes < math.inf:
         raise ValueError(f"`max_file_bytes`={max_file_bytes}: it must be finite and at least 1")
     target = pathlib.Path(out).absolute()
-    folder_config.check_free(target)
     with Checkpoints(directory, read_only=True) as checkpoints:
         manifest = checkpoints.manifest(step)
         folder = checkpoints.directory / str(manifest.step) / ITEM

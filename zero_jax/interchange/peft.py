@@ -56,7 +56,6 @@ def save_adapter(
       ValueError: The folder is not empty, or a matrix does not exist in the transformers model.
     """
     out = pathlib.Path(folder).absolute()
-    folder_config.check_free(out)
     by_path = _layout(config, lora.rank).by_path
     arrays = {f"{path}/{part}": x for path, own in adapters.items() for part, x in own.items()}
     for path in adapters:
@@ -184,7 +183,6 @@ def merge(
       ValueError: See `load_adapter`.
     """
     target = pathlib.Path(out).absolute()
-    folder_config.check_free(target)
     lora, config = adapter_config(adapter), folder_config.config(folder)
     if folder_config.read(folder).get("model_type") != hf.json_of(config, "float32")["model_type"]:
         raise ValueError(
