@@ -51,7 +51,8 @@ def reads(monkeypatch):
 
 MESHES = [
     ("odd", 1, 0, 1), ("odd", 3, 3, 1), ("even", 4, 3, 1), ("even", 2, 3, 2), ("even", 2, 0, 4),
-    ("one head", 3, 1, 1), ("as many heads as columns", 4, 3, 1)]  # fmt: skip
+    ("one head", 3, 1, 1), ("as many heads as columns", 4, 3, 1),
+    ("as many heads as columns", 8, 3, 1)]  # fmt: skip
 HEADS = [
     (ODD, {"heads": 2}, 2), (ODD, {"hf_config": hf.json_of(ODD, "float32")}, 2),
     (ODD, {"model": {"heads": 2}}, 2), (ODD, {"model": "nano"}, None),
