@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
-from one_device import ADAM, Case, audited, begun, check_parity, sent, trained, zero_on
+from one_device import ADAM, MERGES, Case, audited, begun, check_parity, sent, trained, zero_on
 
 import zero_jax
 from zero_jax import releases, zero
@@ -190,7 +190,9 @@ def test_shards_are_joined_once_a_step_and_layers_gathered_in_each_micro_batch()
     assert [sent(twice, kind, "replica")[0] for kind in kinds] == [joined, joined, 0]
     bf16 = zero_jax.Precision("bf16", "bf16")
     once = trained(OWN, TWO_BY_THREE, precision=bf16, **settings)
-    assert sent(twice, "all-gather")[0] > 1.9 * sent(once[2], "all-gather")[0]
+    # Outside of a loop over micro-batches XLA for CPUs merges gathers, up to jax 0.11.
+    times = 1.9 if MERGES else 1.6
+    assert sent(twice, "all-gather")[0] > times * sent(once[2], "all-gather")[0]
 
 
 def test_states_take_the_bytes_of_all_devices():

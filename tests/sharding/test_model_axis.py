@@ -148,10 +148,10 @@ def test_each_device_sends_its_part_along_data_and_that_of_megatron_along_model(
         # Gathered again by the backward pass: matrices of all layers but the last. Scales, sharded
         # along layers here, are gathered before. The tied embedding is reduced at both its uses.
         words += (L - 1) * 12 * D * D // mp + SIX.vocab * D // mp
-    # Outside of loops XLA may merge the two gathers of the last norm and of the first layer's
-    # vectors, or not (jax 0.12 on CPU).
+    # Outside of loops XLA may merge the two gathers of the last norm, of the first layer's vectors
+    # and of the stacks of scales, or not (jax 0.12 on CPU).
     more = report.elements_along("data") - words
-    assert more == 0 or (stage == 3 and more in (D, 13 * D, 14 * D))
+    assert more == 0 or (stage == 3 and more in (D, 13 * D, 14 * D, 25 * D))
     if stage == 0:
         # Megatron: two all-reduces of b·s·h in the forward pass and two in the backward, a layer.
         # Of the four layers in the loop, whose two iterations run two each.
