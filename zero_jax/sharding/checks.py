@@ -42,7 +42,7 @@ def check_arrays(tree: PyTree) -> None:
         if isinstance(node, _NOT_TRAINED) or not numeric:
             raise ValueError(
                 f"parameter {name!r} is a {type(node).__name__}: parameters are trained numeric "
-                f"arrays. Pass other things as arguments of the loss, {_SPLIT}"
+                f"arrays. Keep other things out of them, as arguments of the loss: {_SPLIT}"
             )
 
 
@@ -66,8 +66,8 @@ def check_leaves(tree: PyTree, devices: int, frozen: Sequence[bool]) -> None:
             raise ValueError(
                 f"parameter {name!r} has dtype {leaf.dtype}: parameters are real numbers, trained "
                 "ones of 16 or 32 bits. Convert it with x.astype(jnp.float32), store the real and "
-                f"the imaginary part as two arrays, freeze fp8 with `frozen`={name!r}, and pass "
-                "PRNG keys and other state as arguments of the loss"
+                f"the imaginary part as two arrays, or freeze fp8 with `frozen`={name!r}. Keep "
+                "PRNG keys and other state out of them, as arguments of the loss"
             )
 
 

@@ -59,7 +59,8 @@ def make_mesh(
     if data * others != len(devices):
         raise ValueError(
             f"`replica`={replica} x `experts`={experts} x `data`={data} x `model`={model} is "
-            f"{data * others}, but not {len(devices)} devices: make it equal, or pass `devices`"
+            f"{data * others}, but there are {len(devices)} devices: make the product equal, or "
+            "pass `devices`"
         )
     mesh = abstract_mesh(data, replica=replica, experts=experts, model=model, data_axis=data_axis)
     return jax.make_mesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types, devices=devices)
