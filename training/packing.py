@@ -190,7 +190,7 @@ class Batches:
             following, *former = [start + number] if isinstance(start, int) else start[number]
             lanes.append(self._pack(self.numbered, counts, following, self.batch, former))
         for done in itertools.count(1):
-            rows, places = zip(*map(next, lanes), strict=True)
+            rows, places = zip(*[next(lane) for lane in lanes], strict=True)
             arrays = tuple(map(np.stack, zip(*rows, strict=True)))
             if self.packed:
                 yield arrays, [*places], copy.deepcopy(counts)

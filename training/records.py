@@ -40,7 +40,7 @@ UNREAD = {
 }
 # The beginning of two JSON objects, or of a list of documents.
 _JSON = re.compile(
-    rb'(?:\xef\xbb\xbf)?\s*(?:\{\s*".*?\}\s*\{\s*"|\[\s*\{.*?"(?:text|messages|prompt)"\s*:)',
+    rb'(?:\xef\xbb\xbf)?\s*(?:\{\s*(?:".*?)?\}\s*\{\s*["}]|\[\s*\{.*?"(?:text|messages|prompt)"\s*:)',
     re.DOTALL,
 )
 _HEAD = 1 << 24  # bytes of a file that are searched for them
@@ -268,7 +268,7 @@ def _decoded(fields: Mapping[str, Any], name: str, kind: type[Any]) -> Any:
     if isinstance(value, str) and value:
         with contextlib.suppress(ValueError, RecursionError):
             decoded = json.loads(value)
-    if decoded is None or decoded == "":
+    if decoded in (None, "") or (name != "arguments" and not decoded):
         return kind()
     parts = decoded if isinstance(decoded, list) else [decoded]
     if not isinstance(decoded, kind) or not all(isinstance(part, dict) for part in parts):

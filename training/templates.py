@@ -42,7 +42,10 @@ class Renderer:
         """
         exceeded = self._exceeded.get(template, 0)
         if exceeded >= TRIES:
-            raise ValueError(f"{TRIES} conversations in a row took too much: use another template")
+            raise ValueError(
+                f"{TRIES} conversations in a row exceeded {SECONDS} s or its memory limit: use "
+                "another template"
+            )
         marks = _GENERATION.search(template) is not None
         request = {**variables, "chat_template": template, "conversations": [messages]}
         request["return_assistant_tokens_mask"] = marks

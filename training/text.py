@@ -168,8 +168,7 @@ def entropies(tokens: TokenArray, vocab: int) -> dict[str, float]:
     """Returns the entropies `H(x)` and `H(x_t | x_{t-1})` of a text, in nats per token.
 
     A model with a loss below the bigram entropy of its text has learned more than pairs of tokens.
-    The counts are of the first `COUNTED` tokens of the same text. Where most pairs are rare (a
-    large vocabulary, a short text) the result is lower than any model could reach on new text.
+    Where most pairs are rare (a large vocabulary, a short text), no model could reach it.
 
     Source: Shannon, Prediction and Entropy of Printed English (1951), F1 and F2.
     """

@@ -129,7 +129,7 @@ def test_other_formats_are_not_learned_as_text(tmp_path):
     (folder := tmp_path / "b").mkdir()
     (folder / "a.json").write_text('{"messages": []}')
     for path in (folder, folder / "a.json"):
-        with pytest.raises(ValueError, match=r"\.jsonl .* a\.txt"):  # with both ways out
+        with pytest.raises(ValueError, match=r"\.jsonl .* a\.txt"):
             is_documents(path)
     names = {"chat.txt": LINES, "a.md": b"[a list](x) {of} links", "README": b"{not JSON}"}
     names |= {"package.json": b'{"name": "a"}', "list.json": b'[{"name": "a"}]', "empty": b""}
