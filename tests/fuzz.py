@@ -223,7 +223,9 @@ def _operation(name: str, leaf: Leaf, remat: Any) -> tuple[float, float]:
     if name in ops.LOOPS:
         gathers, again, scatters = _loop(name, leaf, remat)
     elif name in ops.UNROLLED:  # a row of a leaf that is sharded along rows is of the full leaf
-        again, gathers, scatters = 0, *[rows if leaf.dim == 0 else 1] * 2
+        # Iteration over an array is one `unstack` from jax 0.12 on.
+        one = leaf.dim != 0 or (name == "iterated" and jax.__version_info__ >= (0, 12))
+        again, gathers, scatters = 0, *[1 if one else rows] * 2
     else:
         gathers, scatters = ops.GATHERS.get(name, 1), ops.SCATTERS.get(name, 1)
         again = name in ops.BACKWARD
