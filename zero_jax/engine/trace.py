@@ -119,9 +119,9 @@ def trace(
 
     def read(moved: Sequence[bool], wanted: Sequence[bool], outside: bool) -> Traced:
         found = passes.without_dead_derivatives(closed, moved, wanted)
-        found = experts.at_their_devices(
-            *(found, cuts, names, stage), parts=settings.stage < 3 or policy.kind != "none"
-        )
+        if any(cut.experts is not None for cut in cuts):
+            in_parts = settings.stage < 3 or policy.kind != "none"
+            found = experts.at_their_devices(found, cuts, names, stage, parts=in_parts)
         # Sizes of a trace are those of all devices of `model`.
         bucket = settings.bucket_bytes * model_size(settings.mesh)
         read = param_plan.Reading(found.jaxpr, cuts, policy, bucket)
