@@ -125,7 +125,8 @@ def test_gradients_of_a_and_b_are_those_of_the_sum():
     (value, grads), (exact, want) = (jax.jit(jax.value_and_grad(f))(lora) for f in (found, wanted))
     np.testing.assert_allclose(value, exact, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6)
+        # Sums round by the largest elements, in another order with jax 0.12.
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6 * max(1, np.abs(b).max()))
 
 
 def test_vectors_that_are_multiplied_are_no_matrices_and_casts_round_the_whole_sum():
