@@ -13,6 +13,11 @@ import sys
 from training.supervise import end_with_supervisor
 
 
+def _end(*_: object) -> None:
+    os.write(2, b"stopped before the run began\n")
+    os._exit(130)
+
+
 def _reserve_standard_streams() -> None:
     """Opens /dev/null for each standard stream that is closed: no other file gets its number."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -21,7 +26,7 @@ def _reserve_standard_streams() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback: the imports take seconds
+    signal.signal(signal.SIGINT, _end)  # the imports take seconds
     _reserve_standard_streams()
     end_with_supervisor()
     from training.main import entry

@@ -99,13 +99,22 @@ class Documents(Batches):
     def outlook(self, steps: int) -> str:
         """Describes what a run truncates or leaves out, and its epochs, by its first documents."""
         epoch = sum(train for train, _ in self.sizes)
-        looked = min(LOOKED, epoch)
-        counts = Counts()
-        rows = sum(1 for _ in pack(self.numbered, self.seq, end=looked, counts=counts))
+        looked, counts = min(LOOKED, epoch), Counts()
+        accepted = set()  # sources; 0 epochs of those whose documents are all left out
+
+        def read(number: int) -> Document:
+            document = self.numbered(number)
+            if len(document.ids):
+                accepted.add(self.stream[number][0])
+            return document
+
+        rows = sum(1 for _ in pack(read, self.seq, end=looked, counts=counts))
         drawn = steps * self.batch * looked / rows / sum(self.weights) if rows else 0.0
         epochs = ", ".join(
-            f"{human_count(drawn * weight / train)} epochs of {records.name}"
-            for (records, weight), (train, _) in zip(self.sources, self.sizes, strict=True)
+            f"{human_count(drawn * weight / train * (at in accepted))} epochs of {records.name}"
+            for at, ((records, weight), (train, _)) in enumerate(
+                zip(self.sources, self.sizes, strict=True)
+            )
         )
         which = "all" if looked == epoch else "the first"
         return (

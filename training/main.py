@@ -124,7 +124,7 @@ def main(args: Sequence[str] | None = None) -> int:
         print_error("error:", error)
         return NOT_JOINED
     except KeyboardInterrupt:
-        print_error("stopped; the same command resumes from a checkpoint in --output-dir, if any")
+        print_error("stopped before training started")
         return INTERRUPTED
     except jax.errors.JaxRuntimeError as error:
         if config.debug and jax.process_count() == 1:

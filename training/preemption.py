@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import jax
@@ -19,6 +20,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from training.supervise import CODES, INTERRUPTED, RESUMABLE, signals_to
+
+PATIENCE = 10.0  # seconds after a second Ctrl-C
 
 
 class Stopped(BaseException):
@@ -34,12 +37,14 @@ class Stop(contextlib.ExitStack):
 
     Python calls signal handlers in the main thread alone, which may wait for storage or a device.
     Its C handler writes each signal's number to a pipe at once. There a thread reads it, confirms
-    the first Ctrl-C, and ends the process at the second. `resume` is the command that resumes.
+    the first Ctrl-C, and ends the process at the second. `saved` describes what is saved then.
     """
 
-    def __init__(self, mesh: Mesh, hours: float | None = None, resume: str = "the same command"):
+    def __init__(
+        self, mesh: Mesh, hours: float | None = None, saved: Callable[[], str] = lambda: "stopped"
+    ):
         super().__init__()
-        self._code, self._resume = 0, resume
+        self._code, self._saved = 0, saved
         self._end = math.inf if hours is None else time.monotonic() + 3600 * hours
         self._votes = _Votes(mesh) if jax.process_count() > 1 else None
 
@@ -60,16 +65,18 @@ class Stop(contextlib.ExitStack):
         self._code = max(self._code, CODES[signal.Signals(number)])
 
     def _listen(self, pipe: int) -> None:
-        messages = [
-            "stopping after this step and a checkpoint; press Ctrl-C again to stop at once\n",
-            f"stopped by the second Ctrl-C. To resume from a checkpoint:\n{self._resume}\n",
-        ]
+        again = "stopping after this step and a checkpoint; press Ctrl-C again to stop at once\n"
+        texts = [again, "second Ctrl-C: "]
         with open(pipe, "rb", buffering=0) as numbers:
-            while messages and (number := numbers.read(1)):
+            while texts and (number := numbers.read(1)):
                 if number[0] == signal.SIGINT:
                     with contextlib.suppress(OSError):
-                        os.write(2, messages.pop(0).encode())
-        if not messages:
+                        os.write(2, texts.pop(0).encode())
+        if not texts:
+            # Storage may hang when its checkpoints are listed.
+            threading.Timer(PATIENCE, os._exit, [INTERRUPTED]).start()
+            with contextlib.suppress(OSError, ValueError):
+                os.write(2, f"{self._saved()}\n".encode())
             os._exit(INTERRUPTED)
 
     def __call__(self) -> int:

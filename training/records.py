@@ -280,7 +280,10 @@ def _decoded(fields: Mapping[str, Any], name: str, kind: type[Any]) -> Any:
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f'"{name}" is {_short(value)}, not a text')
-    value.encode()  # raises ValueError for an unpaired surrogate
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f'"{name}" has an unpaired surrogate ({error.reason})') from error
     return value
 
 

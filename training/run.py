@@ -22,9 +22,10 @@ from training.multiprocess import say, together
 from training.plan import by_stage, facts, print_plan, start_event
 from training.preemption import Stop, Stopped
 from training.run_folder import PAGE, RunLog, next_folder
-from training.saving import Saver, base_checksum, check_resume
+from training.saving import Saver, base_checksum, check_resume, newest_step
 from training.scalars import import_wandb
 from training.show import Meter
+from training.supervise import INTERRUPTED
 from training.trainer import PyTree, States, Trainer, load, rate
 from zero_jax.distributed.agreement import gather_texts
 from zero_jax.distributed.watchdog import Watchdog
@@ -58,7 +59,7 @@ class TrainingLoop:
     saver: Saver
     stop: Stop
     watchdog: Watchdog
-    resume: str  # the command that resumes the run
+    describe: Callable[[int | None], str]  # how to resume from a step
 
     _place: Any = None  # position in the data after the last batch
     _trace: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
@@ -169,12 +170,7 @@ class TrainingLoop:
         if not (code := self.stop()):
             return
         save()
-        saved, out = self.saver.saved, self.trainer.out
-        message = f"stopped; no checkpoint is saved in {out}"
-        if saved is not None:
-            message = f"stopped after step {saved}, which is saved in {out}. To resume:\n"
-            message += self.resume
-        raise Stopped(code, message)
+        raise Stopped(code, self.describe(self.saver.saved))
 
     def _steps(self, states: States, done: int, place: Any, meter: Meter) -> States:
         trainer, config = self.trainer, self.trainer.plan.config
@@ -296,14 +292,20 @@ def run(config: Config) -> None:
     words = ["--config", str(trainer.out / SETTINGS), "--output-dir", str(trainer.out)]
     words += [] if config.export_dir is None else ["--export-dir", config.export_dir]
     command = f"python train.py {shlex.join(words)}"
-    with Watchdog(dead_after=config.heartbeat_timeout_seconds) as watchdog, _left_together():
+    describe = functools.partial(_how_to_resume, trainer.out, command)
+
+    def newest() -> str:
+        return describe(newest_step(trainer.out))
+
+    dead_after = config.heartbeat_timeout_seconds
+    with Watchdog(dead_after=dead_after) as watchdog, _left_together(newest):
         with log, contextlib.ExitStack() as stack:
-            stop = stack.enter_context(Stop(trainer.mesh, config.max_hours, command))
+            stop = stack.enter_context(Stop(trainer.mesh, config.max_hours, newest))
             with together("checkpoints"):
                 saver = stack.enter_context(Saver(trainer, known))
             say(f"Writing to {log.out_dir}")
             with watchdog.guard():
-                loop = TrainingLoop(trainer, log, saver, stop, watchdog, command)
+                loop = TrainingLoop(trainer, log, saver, stop, watchdog, describe)
                 params = loop.train()
                 loss = loop.evaluate(params, config.max_steps)
                 loop.check_loss(loss, "after training")
@@ -320,12 +322,24 @@ def run(config: Config) -> None:
             export.write(trainer, params)
 
 
+def _how_to_resume(out: pathlib.Path, command: str, saved: int | None) -> str:
+    if saved is None:
+        return f"stopped; no checkpoint is saved in {out}"
+    newest = f"stopped; the newest checkpoint is of step {saved}, which is saved in {out}"
+    return f"{newest}. To resume:\n{command}"
+
+
 @contextlib.contextmanager
-def _left_together() -> Iterator[None]:
-    """Leaves `jax.distributed` with all processes after the block, also if it was stopped."""
+def _left_together(newest: Callable[[], str]) -> Iterator[None]:
+    """Leaves `jax.distributed` with all processes after the block, also if it was stopped.
+
+    A Ctrl-C that `Stop` does not handle, as in an export, raises Stopped at once.
+    """
     try:
         yield
     except Stopped:
         jax.distributed.shutdown()  # waits for all processes
         raise
+    except KeyboardInterrupt as error:
+        raise Stopped(INTERRUPTED, newest()) from error
     jax.distributed.shutdown()

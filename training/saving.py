@@ -13,10 +13,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from training.config import Config
-from training.data_files import SAMPLE, checksum
+from training.data_files import fingerprint, open_regular
 from training.multiprocess import say
 from training.run_folder import CHECKPOINTS
 from training.trainer import States, Trainer
@@ -28,7 +26,6 @@ from zero_jax.commands.command_line import flag
 from zero_jax.interchange.safetensor_files import model_files
 
 Settings = Mapping[str, Any]
-BASE_SAMPLES = 256  # of 64 KiB of each file of a frozen model
 
 _SETTINGS = {field.name for field in dataclasses.fields(Config)}
 # Reasons, by setting. A setting that older releases did not save is not compared.
@@ -71,13 +68,10 @@ def compare(known: Settings, manifest: Manifest, directory: pathlib.Path) -> lis
     `known` are the settings from `plan.facts`, with those that determine the order of samples, and
     checksums of the contents.
     """
-    before, where = manifest.config, f"{directory}, step {manifest.step}"
-    names = {"max_steps", "order", "contents"}
-    if (
-        not isinstance(before, dict)
-        or not names <= {*before}
-        or "sample" not in (manifest.extra or ())
-    ):
+    parts, where = (manifest.extra, manifest.config), f"{directory}, step {manifest.step}"
+    # Older releases saved `order` and `contents` in `extra`, and the oldest no `contents`.
+    before = {k: v for part in parts if isinstance(part, dict) for k, v in part.items()}
+    if not {"max_steps", "order", "sample"} <= before.keys():
         raise ValueError(
             f"--output-dir: train.py did not write the checkpoint in {where}, or an older release "
             "of it: its settings or data position are missing. Give another --output-dir, or "
@@ -89,7 +83,7 @@ def compare(known: Settings, manifest: Manifest, directory: pathlib.Path) -> lis
             why = "the order of samples would change"
             raise ValueError(_setting_message(name, value, former, where, why))
     warnings = check_settings(known, before, where)
-    return warnings + changed_contents(known["contents"], before["contents"], where)
+    return warnings + changed_contents(known["contents"], before.get("contents", {}), where)
 
 
 def check_settings(settings: Settings, before: Settings, where: str) -> list[str]:
@@ -144,19 +138,27 @@ def changed_contents(
 
 
 def base_checksum(config: Config) -> dict[str, str]:
-    """Returns a checksum of the frozen model under adapters, from samples of its files.
+    """Returns a checksum of the frozen model under adapters, from at most 64 MiB of its files.
 
     Empty for other runs.
     """
     if config.init_from is None or config.lora_rank is None:
         return {}
-    samples = []
-    for path in model_files(pathlib.Path(config.init_from)):
-        with path.open("rb") as file:
-            for at in np.linspace(0, max(0, path.stat().st_size - SAMPLE), BASE_SAMPLES):
-                file.seek(int(at))
-                samples.append(file.read(SAMPLE))
-    return {"base": checksum(*samples)}
+    files = model_files(pathlib.Path(config.init_from))
+    sizes = [path.stat().st_size for path in files]
+
+    def read(start: int, length: int) -> bytes:
+        parts = []
+        for path, size in zip(files, sizes, strict=True):
+            if start < size and length > 0:
+                with open_regular(path) as file:
+                    file.seek(start)
+                    parts.append(file.read(min(length, size - start)))
+                length -= len(parts[-1])
+            start = max(0, start - size)
+        return b"".join(parts)
+
+    return {"base": fingerprint(read, sum(sizes))}
 
 
 def _with_defaults(settings: Settings) -> dict[str, Any]:
@@ -181,6 +183,12 @@ def _message(given: str, known: str, where: str, why: str) -> str:
     )
 
 
+def newest_step(out: pathlib.Path) -> int | None:
+    """Returns the step of the newest complete checkpoint of a run in this folder."""
+    with Checkpoints(out / CHECKPOINTS, read_only=True) as checkpoints:
+        return max(checkpoints.steps, default=None)
+
+
 def check_resume(config: Config, known: Settings) -> bool:
     """Returns whether --output-dir holds a run to resume, finished or killed; prints warnings.
 
@@ -199,8 +207,7 @@ def check_resume(config: Config, known: Settings) -> bool:
         )
     step = config.resume_step
     if step is None or (directory / f"{AFTER}{step}").exists():
-        with Checkpoints(directory, read_only=True) as checkpoints:
-            step = max(checkpoints.steps, default=None)
+        step = newest_step(directory.parent)
     with contextlib.suppress(Damaged):
         if step is not None and (directory / str(step)).exists():
             manifest = Manifest.read(directory / str(step) / ITEM)

@@ -81,7 +81,10 @@ class Tokenizer:
         self._before, self._after = full[:at], full[at + len(text) :]
         added = self._backend.added_tokens_decoder.items()
         self._special = {at for at, token in added if token.special}
-        self._special.update(self._backend.all_special_ids)
+        self._stops = frozenset(
+            self._backend.all_special_ids
+        )  # answers may have other special ones
+        self._special.update(self._stops)
         largest = max(self._backend.vocab_size - 1, *self._end, 0)
         if vocab is not None and largest >= vocab:
             raise ValueError(
@@ -114,7 +117,7 @@ class Tokenizer:
 
     def to_end(self, tokens: Sequence[int], start: int) -> Sequence[int]:
         """Returns the tokens up to the first that ends a text or a turn, from `start` on."""
-        ends = (at for at in range(start, len(tokens)) if int(tokens[at]) in self._special)
+        ends = (at for at in range(start, len(tokens)) if int(tokens[at]) in self._stops)
         return tokens[: next(ends, len(tokens) - 1) + 1]
 
     def opening(self, text: str) -> Ids:

@@ -243,7 +243,9 @@ def test_escapes_of_a_folder_reach_no_terminal_and_its_code_is_never_run(tmp_pat
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'EXECUTED')!r}, 'w').close()\n")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil"} | named))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(own | named))
-    assert list(Tokenizer(tmp_path).encode("ab")) == [97, 98]  # it is one of transformers'
+    assert list((known := Tokenizer(tmp_path)).encode("ab")) == [97, 98]  # one of transformers'
+    # Answers end with the end token, and may have other special ones, as before a tool call.
+    assert known.to_end([249, 97, 251, 98, 252, 99], 1) == [249, 97, 251, 98, 252]
     evil = own | named | {"tokenizer_class": "Evil"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(evil))
     with pytest.raises(ValueError, match="`auto_map`"):

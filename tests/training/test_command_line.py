@@ -25,7 +25,8 @@ from training import main as program
 from training import show
 from training.config import Config, as_yaml, parse
 from training.memory import lack_of_room
-from training.preemption import Stop
+from training.preemption import Stop, Stopped
+from training.run import _left_together
 from training.show import Meter, human_bytes, human_count
 from zero_jax.commands import plan
 from zero_jax.commands.command_line import flag
@@ -223,7 +224,9 @@ def test_errors_have_exit_codes(monkeypatch, capsys, raised, processes, ended, s
 ROOT = Path(__file__).parents[2]
 HANGS = """
 import concurrent.futures, time, jax, training.preemption
-with training.preemption.Stop(jax.sharding.Mesh(jax.devices(), ("data",))) as stop:
+saved = lambda: time.sleep(600 * HANGS) or "step 3"
+training.preemption.PATIENCE = 1.0
+with training.preemption.Stop(jax.sharding.Mesh(jax.devices(), ("data",)), None, saved) as stop:
     # As documents.py reads: a thread, which the end of its block waits for.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         reading = thread.submit(time.sleep, 600)
@@ -257,14 +260,32 @@ def test_the_first_signal_ends_a_run_between_steps(capfd):
     assert Stop(mesh, hours=0)() == 75 and signal.getsignal(signal.SIGTERM) == kept
 
 
-def test_a_second_interrupt_ends_a_run_whose_reader_hangs():
-    run = start("-c", HANGS, script=(), environment=ENVIRONMENT)
+EARLY = """
+import os, runpy, sys, types
+main = sys.modules["training.main"] = types.ModuleType("main")
+main.__getattr__ = lambda name: os.kill(os.getpid(), 2)
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def test_an_interrupt_before_and_in_a_run_says_what_is_left():
+    run = start("-c", EARLY, script=(), environment=ENVIRONMENT, cwd=ROOT)
+    assert run.communicate()[1] == "stopped before the run began\n" and run.returncode == 130
+    with pytest.raises(Stopped, match="step 3"), _left_together(lambda: "step 3"):
+        raise KeyboardInterrupt  # as in an export
+
+
+@pytest.mark.parametrize("storage_hangs", [False, True])
+def test_a_second_interrupt_ends_a_run_whose_reader_hangs(storage_hangs):
+    code = HANGS.replace("HANGS", str(storage_hangs))
+    run = start("-c", code, script=(), environment=ENVIRONMENT)
     assert run.stdout.readline()
     run.send_signal(signal.SIGINT)
     assert "again to stop at once" in run.stderr.readline()
     run.send_signal(signal.SIGINT)
     try:
-        assert "second Ctrl-C" in run.communicate(timeout=60)[1] and run.returncode == 130
+        said = "second Ctrl-C: " + "step 3\n" * (not storage_hangs)
+        assert run.communicate(timeout=60)[1].endswith(said) and run.returncode == 130
     finally:
         run.kill()
 

@@ -158,6 +158,8 @@ def test_conversations_whose_answer_is_cut_off_are_left_out_and_counted(
     assert trained(made, 18) == made.counts.numbers["whole"] == 24 * 9
     assert 0 <= made.counts.numbers["empty"] - 24 * 9 <= 1.1 * 4 * LOOK, "up to those that wait"
     none = records(tmp_path / "b.jsonl", [chat("x" * 60, "yes")] * 20)
+    said = corpus(tokenizer, (none, 1.0), (records(tmp_path / "c.jsonl", half), 1.0)).outlook(18)
+    assert " 0 epochs of b.jsonl, " in said, said
     reads, made = [], corpus(tokenizer, (none, 1.0))
     read = made.read
     monkeypatch.setattr(made, "read", lambda *place: reads.append(place) or read(*place))
@@ -482,13 +484,11 @@ def test_the_weights_of_a_frozen_base_are_compared_not_its_path(tmp_path):
         return saving.base_checksum(Config(init_from=str(tmp_path / name), lora_rank=4))
 
     first = checksum("first", 1)
-    assert checksum("moved", 1) == first
+    assert checksum("moved", 1) == first == {"base": "a3d429683d41"}  # as earlier runs saved
     assert checksum("two", 1, "ab") == checksum("last", 1, "ac") != first
     with pytest.raises(ValueError, match="--init-from .*--lora-init-from"):
         changed_contents(checksum("other", 2), first, DIR)
-    assert (
-        saving.base_checksum(Config(init_from=str(tmp_path / "first"))) == {}
-    )  # all weights are saved
+    assert saving.base_checksum(Config(init_from=str(tmp_path / "first"))) == {}  # all are saved
 
 
 def test_a_checkpoint_that_train_py_did_not_write_is_named(tmp_path):

@@ -78,7 +78,7 @@ BAD_LINES = [
     (b'{"messages": []}', '"messages"'), (b'{"messages": [{"content": "x"}]}', '"role"'),
     (b'{"messages": [{"role": "usr", "content": "x"}]}', "'usr'"),
     (b'{"messages": [{"role": "user", "content": 3}]}', '"content" is 3'),
-    (b'{"text": "a \\ud83d"}', "surrogate"), (b'{"prompt": "x"}', '"completion"'),
+    (b'{"text": "a \\ud83d"}', '"text"'), (b'{"prompt": "x"}', '"completion"'),
     (b'{"prompt": "x", "completion": []}', '"completion"'), (b"[" * 100_000, ""), (b"\xff\xfe", ""),
 ]  # fmt: skip
 FIELDS = [  # of messages, of the record, and what is said

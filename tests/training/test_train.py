@@ -1,5 +1,6 @@
 """`train.py` on text and from a folder: what a run says and writes, exact resume, how it ends."""
 
+import dataclasses
 import gzip
 import itertools
 import json
@@ -27,14 +28,13 @@ from test_run_folder import wandb
 import training.run
 import training.trainer
 import zero_jax
-from training import byte_tokenizer, export, generate, memory
+from training import byte_tokenizer, export, generate, memory, saving
 from training.config import Config, parse, resolve
 from training.main import main
 from training.plan import by_stage, start_event
 from training.preemption import Stop
 from training.run import routing
 from training.run_folder import RunFolder
-from training.saving import check_resume
 from training.supervise import FAILED, RESUMABLE
 from training.trainer import Trainer, load, optimizer_of
 from zero_jax import Zero, abstract_mesh
@@ -121,7 +121,14 @@ def test_a_stopped_run_resumes_as_the_run_that_never_stopped(
 @pytest.mark.slow
 def test_a_finished_run_names_edited_data_and_other_settings(done, capsys, monkeypatch):
     Path("other.txt").write_text(runs.TEXT)
-    known = Manifest.read(done / "out/checkpoints/4/state").config
+    known = (manifest := Manifest.read(done / "out/checkpoints/4/state")).config
+    # Earlier releases saved the order and the contents beside the settings.
+    moved = {name: known[name] for name in ("order", "contents")}
+    config = {name: known[name] for name in known.keys() - moved.keys()}
+    older = dataclasses.replace(manifest, config=config, extra=manifest.extra | moved)
+    edited = known | {"contents": {"data": "another"}}
+    both = [saving.compare(edited, each, done) for each in (manifest, older)]
+    assert both[0] == both[1] != [] and saving.compare(known, older, done) == []
     changes = {"--seq-len 8": "--seq-len 32", "--seed 7": "--seed 0"}
     changes |= {"--data other.txt": "text.txt", "--optimizer lion": "--optimizer adamw"}
     for args, former in changes.items():
@@ -129,7 +136,7 @@ def test_a_finished_run_names_edited_data_and_other_settings(done, capsys, monke
         settings = known | {"optimizer": plan.config.optimizer}
         words = args.replace(" ", ".* ")
         with pytest.raises(ValueError, match=f"{words}.* {former}.* another --output-dir"):
-            check_resume(plan.config, settings | {"order": plan.corpus.order})
+            saving.check_resume(plan.config, settings | {"order": plan.corpus.order})
     Path("text.txt").write_text(runs.TEXT.replace("Partition", "partition"))
     assert main(OUT) == 0
     said = capsys.readouterr().out
