@@ -11,12 +11,13 @@ from typing import Any, Literal
 import yaml  # type: ignore[import-untyped]
 
 from zero_jax.commands import command_line
-from zero_jax.commands.command_line import setting
+from zero_jax.commands.command_line import flag, setting
 from zero_jax.commands.settings import (
     DeviceSettings,
     LoraSettings,
     ModelSettings,
     ZeroSettings,
+    mesh_sizes,
     with_paper_config,
 )
 from zero_jax.engine.config import AUTO
@@ -210,6 +211,12 @@ def resolve(config: Config) -> Config:
         raise ValueError(
             f"--profile traces steps {FIRST_TRACED} to {LAST_TRACED}, which "
             f"--max-steps {config.max_steps} does not reach: use --max-steps {LAST_TRACED} or more"
+        )
+    if "partitioned" in config.remat and "model" not in mesh_sizes(config.mesh):
+        name = "paper_config" if config.paper_config else "remat"
+        raise ValueError(
+            f"{flag(name)} {getattr(config, name)} shards saved activations over a model axis, and "
+            "the mesh has none: add one, for example with --mesh model=2"
         )
     warmup = config.max_steps // 10 if config.warmup_steps is None else config.warmup_steps
     if warmup >= config.max_steps:

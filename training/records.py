@@ -147,9 +147,11 @@ class Records:
 def _copy_lines(path: Path, out: Path) -> None:
     """Writes the lines of a compressed file, or the rows of a table as lines of JSON."""
     suffix = path.suffix.lower()
-    import pyarrow  # of the extra `chat`, as the tokenizers
-    import pyarrow.parquet
-
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(f"{path} requires pyarrow: pip install 'zero_jax[chat]'") from error
     with open_regular(path) as file, out.open("wb") as lines:
         try:
             if suffix != TABLE:

@@ -19,7 +19,7 @@ import pytest
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 from problems import out_of_memory
-from small_runs import HERE, TINY, folder, metrics, start
+from small_runs import HERE, TINY, finish, folder, metrics, start
 
 from training import main as program
 from training import show
@@ -168,7 +168,7 @@ COMMANDS = [  # and what is said
     ("--vocab-size 100", "[0, 100)|--vocab-size 120"), ("--offload activations", "remat`='none'"),
     ("--optimizer adam", "'adam'|'adamw'"), ("--warmup-steps 4", "--warmup-steps 4|--max-steps 4"),
     ("--compute-dtype bf61", "'bf61'|'bf16'"), ("--stage auto", "memory_limit"),
-    ("--reduce-dtype fp16", "'fp16'|bf16"), ("--remat block@partitioned", "partitioned|model=2"),
+    ("--reduce-dtype fp16", "'fp16'|bf16"), ("--paper-config c5", "c5|--mesh model=2"),
     ("--stage 4", "--stage|'4'"), ("--paper-config c6", "'c6'"), ("--output-dir=", "--output-dir"),
     pytest.param("--stage auto --memory-limit 1000", "smallest", marks=pytest.mark.slow),
     ("--memory-limit 1e9", "--memory-limit 1e9|--stage auto"), ("--process-id 0", "process_id=0"),
@@ -261,16 +261,15 @@ def test_the_first_signal_ends_a_run_between_steps(capfd):
 
 
 EARLY = """
-import os, runpy, sys, types
-main = sys.modules["training.main"] = types.ModuleType("main")
-main.__getattr__ = lambda name: os.kill(os.getpid(), 2)
+import os, runpy, sys
+sys.addaudithook(lambda event, own: own[:1] == ("training.main",) and os.kill(os.getpid(), 2))
 runpy.run_path("train.py", run_name="__main__")
 """
 
 
 def test_an_interrupt_before_and_in_a_run_says_what_is_left():
     run = start("-c", EARLY, script=(), environment=ENVIRONMENT, cwd=ROOT)
-    assert run.communicate()[1] == "stopped before the run began\n" and run.returncode == 130
+    assert finish([run]) == [(130, "", "stopped before the run began\n")]
     with pytest.raises(Stopped, match="step 3"), _left_together(lambda: "step 3"):
         raise KeyboardInterrupt  # as in an export
 
@@ -283,11 +282,8 @@ def test_a_second_interrupt_ends_a_run_whose_reader_hangs(storage_hangs):
     run.send_signal(signal.SIGINT)
     assert "again to stop at once" in run.stderr.readline()
     run.send_signal(signal.SIGINT)
-    try:
-        said = "second Ctrl-C: " + "step 3\n" * (not storage_hangs)
-        assert run.communicate(timeout=60)[1].endswith(said) and run.returncode == 130
-    finally:
-        run.kill()
+    said = "second Ctrl-C: " + "step 3\n" * (not storage_hangs)
+    assert finish([run], 60) == [(130, "", said)]
 
 
 @pytest.mark.parametrize(("how", "words"), STDOUT)

@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import re
+import sys
 import tempfile
 from pathlib import Path
 
@@ -96,7 +97,7 @@ FIELDS = [  # of messages, of the record, and what is said
 ]  # fmt: skip
 
 
-def test_files_of_documents_are_known_by_their_name_and_refused_with_their_line(tmp_path):
+def test_documents_are_known_by_the_name_and_refused_with_their_line(tmp_path, monkeypatch):
     for names, content in FORMATS:
         for name in names.split():
             (tmp_path / name).write_bytes(content)
@@ -111,6 +112,9 @@ def test_files_of_documents_are_known_by_their_name_and_refused_with_their_line(
             Records(tmp_path / name)
     with pytest.raises(FileNotFoundError, match=r"none\.jsonl"):
         Records(tmp_path / "none.jsonl")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"a\.parquet .*pyarrow: pip"):
+        Records(tmp_path / "a.parquet")
 
 
 def test_other_formats_are_not_learned_as_text(tmp_path):

@@ -124,7 +124,7 @@ def test_a_finished_run_names_edited_data_and_other_settings(done, capsys, monke
     known = (manifest := Manifest.read(done / "out/checkpoints/4/state")).config
     # Earlier releases saved the order and the contents beside the settings.
     moved = {name: known[name] for name in ("order", "contents")}
-    config = {name: known[name] for name in known.keys() - moved.keys()}
+    config = {name: value for name, value in known.items() if name not in moved}
     older = dataclasses.replace(manifest, config=config, extra=manifest.extra | moved)
     edited = known | {"contents": {"data": "another"}}
     both = [saving.compare(edited, each, done) for each in (manifest, older)]
