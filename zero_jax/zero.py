@@ -318,6 +318,10 @@ class Zero(Config):
         return ZeroChoice(**vars(choice), zero=self.replace(**choice.chosen.candidate.settings))
 
 
+# A decorator would do the same, but mypy would take the attributes for the arguments.
+dataclasses.dataclass(frozen=True)(Zero)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeroChoice(auto.Choice):
     """The choice of `Zero.choose`, with the `Zero` that has the chosen settings."""

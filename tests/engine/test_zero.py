@@ -406,6 +406,8 @@ ROWS = [
     ("state tuple zero.optimizer", lambda: traced(SGD, SGD.init(make()))),
     ("state tuple zero.optimizer", lambda: updated(SGD, SGD.init({}))),
     ("'nonsense' ZeroState", lambda: state_of(optax.adam(1e-3)).nonsense),
+    ("assign 'nonsense'", lambda: setattr(zero_on(), "nonsense", 1)),
+    ("Zero.__init__ 'nonsense'", lambda: zero_on(nonsense=1)),
     ("gradient w (4, 8)", lambda: updated(PRIVATE)),
     # With a transformation that needs the loss the update finds it, not `init`.
     ("gradient w (4, 8)", lambda: updated(optax.chain(PRIVATE, optax.polyak_sgd(0.1)))),
@@ -421,7 +423,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("words", "call"), ROWS)
 def test_an_error_names_the_argument(words, call):
-    with pytest.raises((ValueError, AttributeError)) as caught:
+    with pytest.raises((ValueError, AttributeError, TypeError)) as caught:
         call()
     assert isinstance(caught.value, ValueError) == ("nonsense" not in words)
     assert [word for word in words.split() if word not in str(caught.value)] == []

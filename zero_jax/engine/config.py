@@ -1,6 +1,7 @@
 """Settings of a run, validated once, and values derived from them."""
 
 import dataclasses
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, Self, TypeVar, overload
 
@@ -275,7 +276,8 @@ class Config:
         return ModelAxis(size, self.param_specs, rules)
 
 
-# Signatures show the forms that may be given.
-for _name, _hint in Config.__init__.__annotations__.items():
-    if getattr(_hint, "__origin__", None) is Converted:
-        Config.__init__.__annotations__[_name] = _hint.__args__[0]
+# Signatures show the forms that may be given, also that of `Zero`, which has the same fields.
+for _field in dataclasses.fields(Config):
+    if typing.get_origin(_field.type) is Converted:
+        _field.type = typing.get_args(_field.type)[0]
+        Config.__init__.__annotations__[_field.name] = _field.type
