@@ -280,6 +280,7 @@ ERRORS = {
         ("{", "a.json"), ('{"steps_per_print": 1, "steps_per_print": 2}', "steps_per_print"),
         ("[]", "a.json"), ('{"optimizer": {"type": "Adam", "params": {"lr": [1]}}}', "params.lr`"),
         ('{ // one\n"a": 1,\n"b" 2}', "line 3"), ('{"train_batch_size": 0}', "`train_batch_size`"),
+        *((f'{{"train_batch_size": {x}}}', "line 1") for x in ("010", "1:30", "1_0", "&a 8")),
         ('{"colour": "red"}', "docs/coming-from.md"), (json.dumps(zero(stage=4)), ".stage`"),
         (json.dumps(sized(256, 8, 4)), "`train_batch_size` 256"),
         ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "`bf16.enabled`"),

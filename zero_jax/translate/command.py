@@ -39,13 +39,20 @@ def load(text: str, name: str) -> dict[str, object]:
     plain = _TOLERATED.sub(lambda match: match[1] or "\n" * match[0].count("\n") or " ", text)
     is_json, error = plain.lstrip().startswith("{") or name.endswith(".json"), ""
     try:
-        # JSON is YAML, but for tabs.
-        tree = yaml.load(plain.replace("\t", " ") if is_json else text, _UniqueKeys)
-    except yaml.YAMLError as reason:
+        if is_json:  # YAML reads 010 as 8, and 1e5 as text
+            tree = json.loads(plain, object_pairs_hook=_once)
+        else:
+            tree = yaml.load(text, _UniqueKeys)
+    except (json.JSONDecodeError, yaml.YAMLError) as reason:
         tree, error = None, f" ({reason})"
     if not isinstance(tree, Mapping) or not (is_json or "distributed_type" in tree):
         raise ValueError(f"no DeepSpeed JSON and no YAML of accelerate config{error}; {_MEGATRON}")
     return _flat(tree)
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    check_once(name for name, _ in pairs)
+    return dict(pairs)
 
 
 class _UniqueKeys(yaml.SafeLoader):
