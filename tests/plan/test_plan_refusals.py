@@ -53,7 +53,7 @@ ROWS = {  # first words of the command, then further ones and words of its messa
         ("llama-3.1-8", "'llama-3.1-8b'"), ("qwen3-8b --seq-len 50000", "50000 40960"),
         ("nano --init-from nowhere", "nowhere/config.json"), ("nano --mesh experts=2", "experts")],
     "": [("mesh", "'mesh' 'meshes'"), ("scaling", "'scaling' memory meshes"),
-         ("--model nano", "--model memory compile")],
+         ("--model nano", "before --model memory compile")],
 }  # fmt: skip
 
 
@@ -83,8 +83,7 @@ def test_a_missing_plugin_is_named_with_its_install_line_before_tracing(what, mo
 
 
 def test_counts_of_other_commands_are_named_too(tmp_path, capsys):
-    file = tmp_path / "a.json"
-    file.write_text('{"zero_optimization": {"stage": 3}}')
+    (file := tmp_path / "a.json").write_text('{"zero_optimization": {"stage": 3}}')
     for value in ("0", "-1", HUGE):
         assert translate.main([str(file), f"--devices={value}"]) == 2
         assert f"--devices {value}" in capsys.readouterr().err

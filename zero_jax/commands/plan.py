@@ -101,6 +101,8 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0 if words else 2
     name = words.pop(0)
     try:
+        if name.startswith("-"):
+            raise ValueError(f"write a command before {name}: one of {', '.join(LACKING)}")
         if name not in LACKING:
             raise ValueError(unknown("command", name, LACKING))
         settings = parse(name, words)
