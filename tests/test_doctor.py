@@ -8,6 +8,7 @@ import jax
 
 from zero_jax import __version__, doctor
 from zero_jax.engine import offload_check
+from zero_jax.offload import host
 
 
 def lines(capsys, *args, code=0):
@@ -29,6 +30,10 @@ def test_versions_devices_and_settings():
 
 
 def test_offload_is_checked(capsys, monkeypatch):
+    with monkeypatch.context() as patch:  # a device without that memory fails in its own row
+        patch.setattr(host, "HOST", "far_memory")
+        printed = lines(capsys, code=1)[1]
+    assert "FAILED: a step" in printed and "no far_memory" in printed and "passed: saved" in printed
     for error, said in ((0.0, "passed: saved"), (0.5, "FAILED: saved activations: off by 0.5")):
         outcome = offload_check.Outcome("saved activations", error)
         monkeypatch.setattr(offload_check, "check", lambda device, found=outcome: [found])

@@ -7,12 +7,13 @@ streamed, and one whose layers save their inputs in host memory. It runs only on
     python -m zero_jax.offload --check
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from zero_jax.engine import parameters
 from zero_jax.engine.config import Config
@@ -54,16 +55,16 @@ def check(device: jax.Device) -> list[Outcome]:
     """Compares streamed optimizer state, then saved activations, with the same step on `device`."""
     mesh = make_mesh(devices=[device])
     streamed = Offload(True, True, piece_bytes=1 << 16)  # in about ten pieces
-    runs = {
-        "a step with streamed optimizer state": Config(mesh, remat="block", offload=streamed),
-        "saved activations": Config(mesh, remat="block@host"),
+    runs: dict[str, dict[str, Any]] = {
+        "a step with streamed optimizer state": {"remat": "block", "offload": streamed},
+        "saved activations": {"remat": "block@host"},
     }
-    plain = Config(mesh, remat="block")
-    return [_compare(what, plain, settings) for what, settings in runs.items()]
+    return [_compare(what, mesh, settings) for what, settings in runs.items()]
 
 
-def _compare(what: str, *settings: Config) -> Outcome:
+def _compare(what: str, mesh: Mesh, offloaded: dict[str, Any]) -> Outcome:
     try:
+        settings = Config(mesh, remat="block"), Config(mesh, **offloaded)
         # By default GPUs multiply in TF32, and two programs differ by more than the tolerance.
         with jax.default_matmul_precision("highest"):
             runs = [jax.tree.leaves(_trained(one)) for one in settings]
