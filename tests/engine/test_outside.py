@@ -59,7 +59,7 @@ turned = with_vjp(lambda x, w: jnp.sin(x @ w), lambda *args: args, of_product(jn
 def errors(params, batch, scale):
     """Layers in a scan, layers with gradients of their own, and layers with a policy."""
     x, ids = batch
-    x = x + params["table"][ids]
+    x = turned(x, params["scanned"][0]) + params["table"][ids]
     x = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["scanned"])[0]
     for w, bias in zip(params["unrolled"], params["bias"], strict=True):
         x = turned(x, w) + bias

@@ -286,7 +286,7 @@ class _Forward:
         params = self.layers.params(self.shards, link, i, params)
         args = [*params, *self.layers.inputs(link, env, i)]
         if self.moves is None:
-            return following, params, link.block.run(args, lambda x, _: x, ()), None
+            return following, params, link.block.run(args, lambda x, _: x, (), False), None
         trained, count = self.gradients[-1].trained, len(params)
         layer = link.block.layer([*map(jax.typeof, params), *link.types])
         outs, kept = layer.keep_all(args, trained)

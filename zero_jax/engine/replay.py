@@ -64,7 +64,7 @@ def replay(
     if midway:
         kept |= _midway(body.jaxpr, pure, kept)
 
-    def run(flat: Sequence[Any], tap: Tap, _: Sequence[int]) -> list[Any]:
+    def run(flat: Sequence[Any], tap: Tap, *_: Any) -> list[Any]:
         # New in each run: its arrays belong to that run.
         once = GatherOnce()
         inside = dataclasses.replace(how, policy=NONE, in_loop=in_loop, once=once)
@@ -87,9 +87,15 @@ def _asked(
     """
     inside = How(how.evaluate, in_loop=in_loop, outside=how.outside)
 
-    def run(flat: Sequence[Any], tap: Tap, trained: Sequence[int]) -> list[Any]:
+    def run(
+        flat: Sequence[Any], tap: Tap, trained: Sequence[int], differentiated: bool
+    ) -> list[Any]:
         values, moved = values_of(flat), {id(flat[i]) for i in trained}
-        moving = [i for i, v in enumerate(values) if _moves(v, moved)]
+        pairs = zip(values, body.jaxpr.invars, strict=True)
+        # A parameter may have been cast to integers.
+        moving = [
+            i for i, (x, v) in enumerate(pairs) if _moves(x, moved) and equations.is_float(v)
+        ]
         whole = list(map(GatherOnce(), values))
         if not moving:
             return how.evaluate(body, whole, inside)
@@ -104,6 +110,9 @@ def _asked(
         def evaluate(values: Sequence[Any]) -> list[Any]:
             return how.evaluate(layer.closed, values, inside, kept=kept, tap=tap)
 
+        if how.outside and not differentiated:
+            # Only a second derivative sees this run, also with respect to inputs that do not move.
+            return evaluate(whole)[: layer.count]
         return layer.run(evaluate, whole, again=how.outside)
 
     return run

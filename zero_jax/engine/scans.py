@@ -203,7 +203,7 @@ class LayerScan:
         """Runs groups of about √L layers, for `block_sqrt`: a group is run again as a whole, and
         then each of its layers. So 2·√L inputs of layers are held, for one more forward pass.
 
-        Param: Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv:1604.06174).
+        Source: Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv:1604.06174).
         """
         length, first = self._eqn.params["length"], self._consts + self._carried
         size = round(math.sqrt(length))

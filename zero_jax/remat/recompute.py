@@ -32,8 +32,9 @@ Results = TypeVar("Results")
 # Called with an intermediate value and the place where it is saved, or None for a value that is not
 # saved but marks a point midway in the layer; returns the value that the layer continues with.
 Tap = Callable[[jax.Array, Place | None], jax.Array]
-# Runs a layer, given its inputs, a tap, and the positions of the inputs that have gradients.
-Run = Callable[[Arrays, Tap, Sequence[int]], list[jax.Array]]
+# Runs a layer, given its inputs, a tap, the positions of the inputs that have gradients, and whether
+# this run is differentiated with respect to them.
+Run = Callable[[Arrays, Tap, Sequence[int], bool], list[jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Layer:
                 saved.append(at.put(x))
             return x
 
-        outs = self.run(args, tap, trained)
+        outs = self.run(args, tap, trained, False)
         inputs = [self.places.get(i, DEVICE).put(x) for i, x in enumerate(args)]
         return outs, [*inputs, *saved]
 
@@ -97,7 +98,7 @@ class Layer:
                     return waiting(x, due) if due else x
                 return instead(x, at.fetch(next(saved), x))
 
-            floats = [x for x in self.run(full, tap, trained) if is_float(x)]
+            floats = [x for x in self.run(full, tap, trained, True) if is_float(x)]
             return [x for x, c in zip(floats, cotangents, strict=True) if c is not None]
 
         nonzero = [c for c in cotangents if c is not None]
@@ -134,7 +135,7 @@ def layer(
 
         @jax.custom_vjp
         def wrapped(*args: jax.Array) -> list[jax.Array]:
-            return run(args, lambda x, _: x, ())
+            return run(args, lambda x, _: x, (), False)
 
         def forward(*primals: PyTree) -> tuple[list[jax.Array], PyTree]:
             args = [x.value for x in primals]
