@@ -154,7 +154,9 @@ def test_paths_with_two_dots_and_links_and_what_is_kept(tmp_path, monkeypatch):
         for step in range(1, 9):
             checkpoints.save(step, {"w": jnp.full(3, step)})
         assert checkpoints.directory == tmp_path / "ck" and checkpoints.steps == [4, 7, 8]
-        assert float(checkpoints.restore({"w": jnp.ones(3, int)}, 7).tree["w"][0]) == 7
+        for step in (7, np.int64(7), jnp.int32(7)):
+            back = checkpoints.restore({"w": jnp.ones(3, int)}, step).tree
+            assert float(back["w"][0]) == checkpoints.manifest(step).step == 7
 
 
 NEW = {"new": jnp.ones(2)}
@@ -163,9 +165,9 @@ BYTES = 4 * (12 + 5) + 8  # of TREE
 NO_LOCKS = OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
 
-def full_disk(c, m):
-    m.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=BYTES - 4))
-    c.save(6, TREE)
+def full_disk(blocks, files):
+    known = types.SimpleNamespace(f_bavail=blocks, f_frsize=4, f_files=10, f_favail=files)
+    return lambda c, m: (m.setattr(os, "statvfs", lambda _: known), c.save(6, TREE))
 
 
 def restoring(more, *args, **settings):
@@ -191,7 +193,8 @@ REFUSALS = [  # c: checkpoints, m: monkeypatch
     ("b/c", ValueError, saving(6, {"b/c": jnp.ones(2)})),
     ("weights.*str", ValueError, saving(6, {"weights": "text"})),
     ("weights.*str", ValueError, restoring({"weights": "text"})),
-    (rf"\b{BYTES - 4}\b.*\b{BYTES}\b", OSError, full_disk),
+    (rf"\b{BYTES - 4}\b.*\b{BYTES}\b", OSError, full_disk(BYTES // 4 - 1, 9)),
+    (r"\b2\b.*\b6\b", OSError, full_disk(BYTES // 4, 2)),
     ("/none", ValueError,
      lambda c, m: Checkpoints(c.directory / "none", read_only=True).restore(TREE)),
     ("step 4.*5", ValueError, restoring({}, 4)),

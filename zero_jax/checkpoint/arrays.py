@@ -14,6 +14,7 @@ are invertible; another change is missed with a probability of 2^-64.
 import dataclasses
 import math
 import operator
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -42,7 +43,8 @@ class Damaged(ValueError):
 def check_regular(path: Path) -> None:
     """Raises Damaged if there is no regular file: opening a pipe would wait for its other end."""
     if not path.is_file():
-        raise Damaged(f"{path} is missing or no regular file ({path.resolve()}): copy all files")
+        target = os.path.realpath(path)  # unlike `resolve`, also of a link to itself
+        raise Damaged(f"{path} is missing or no regular file ({target}): copy all files")
 
 
 def chunk_shape(shape: Sequence[int], shard: Sequence[int], itemsize: int) -> Index:

@@ -20,7 +20,6 @@ import json
 import operator
 import os
 import pathlib
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -186,7 +185,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         json.dumps([config, extra])
         saved = leaves(tree)
         nbytes = sum(leaf.array.nbytes for leaf in saved)
-        on_first_process(lambda: _check_space(self.directory, nbytes))
+        on_first_process(lambda: _check_space(self.directory, nbytes, 2 * len(saved)))
         args = save_args(number, saved, config, extra)
         self._manager.save(number, args=ocp.args.Composite(**{ITEM: args}))
         self._unsealed = number
@@ -239,7 +238,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 
     def _folder(self, step: int | None) -> pathlib.Path:
         self.wait()
-        step = self.latest if step is None else step
+        step = self.latest if step is None else operator.index(step)
         return max(folders(self.directory, step).items())[1] / ITEM
 
     def restore(
@@ -343,11 +342,15 @@ def _compare(
     return {n: held[n] for n in new if n not in kept}, missing, extra, changed
 
 
-def _check_space(directory: pathlib.Path, nbytes: int) -> None:
-    """Raises OSError if the file system has too few bytes left."""
-    free = shutil.disk_usage(directory).free
-    if free < nbytes:
-        raise OSError(f"{directory} has {free:,} bytes free and needs {nbytes:,}: free space")
+def _check_space(directory: pathlib.Path, nbytes: int, files: int) -> None:
+    """Raises OSError if the file system has too few bytes or files left."""
+    disk = os.statvfs(directory)
+    free, room = disk.f_bavail * disk.f_frsize, disk.f_favail
+    if free < nbytes or (disk.f_files and room < files):  # some do not count files
+        raise OSError(
+            f"{directory} has {free:,} bytes free and room for {room:,} files, a checkpoint needs "
+            f"{nbytes:,} and {files:,}: free space"
+        )
 
 
 class OrbaxHandler(ocp.AsyncCheckpointHandler):
