@@ -150,6 +150,7 @@ def indexed(more):
 
 
 SPECIAL = {"pipe": os.mkfifo, "folder": os.mkdir, "link": lambda path: path.symlink_to("gone")}
+SPECIAL["loop"] = lambda path: path.symlink_to(path)
 SPECIAL["1 TiB"] = lambda path: (path.touch(), os.truncate(path, 1 << 40))  # takes no space
 
 
@@ -221,7 +222,7 @@ BAD_JSON = [
     b"\xff\xfe\x00", b'{"vocab_size": ' + b"9" * 5000 + b"}", b""]
 for name in ("config.json", INDEX, "adapter_config.json"):
     FOLDERS += [(name, content(name, data)) for data in BAD_JSON]
-    FOLDERS += [(name, special(name, kind)) for kind in ("pipe", "folder", "1 TiB")]
+    FOLDERS += [(name, special(name, kind)) for kind in ("pipe", "folder", "loop", "1 TiB")]
 TREES = [  # parameters in a checkpoint that are no GPT of its config
     ("wte/embedding", lambda p: {"w": jnp.ones((3, 3))}),
     ("--prefix.*0/ema/", lambda p: {"ema": p}), ("--like", lambda p: {"embed": p["wte"]}),
