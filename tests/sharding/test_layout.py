@@ -78,3 +78,6 @@ def test_a_process_loads_the_rows_of_its_devices(order, other, count, monkeypatc
         rows = sorted({placed[device][0].start for device in local})
         own = shards // parts
         assert rows == list(range(index * own, (index + 1) * own))
+        for shape in [(), (own + 1,)][: min(own, 2)]:
+            with pytest.raises(ValueError, match=r"`local`\['x'\].*multiple of"):
+                mesh.global_batch(made, {"x": np.zeros(shape)})

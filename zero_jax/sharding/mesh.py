@@ -7,7 +7,6 @@ parallelism). The batch is split over all axes but `model`.
 """
 
 import collections
-import functools
 import math
 from typing import TypeAlias
 
@@ -249,6 +248,15 @@ def global_batch(mesh: Mesh, local: PyTree) -> PyTree:
     Raises:
       ValueError: This process's devices do not divide its rows, or hold no even part of the batch.
     """
-    batch_share(mesh)  # raises an error for an uneven one
-    make = functools.partial(jax.make_array_from_process_local_data, batch_sharding(mesh))
-    return jax.tree.map(lambda rows: make(np.asarray(rows)), local)
+    parts, sharding = batch_shards(mesh) // batch_share(mesh)[1], batch_sharding(mesh)
+
+    def one(path: tuple[object, ...], rows: np.ndarray) -> jax.Array:
+        x = np.asarray(rows)
+        if x.ndim == 0 or x.shape[0] % parts:
+            raise ValueError(
+                f"`local`{jax.tree_util.keystr(path)} has shape {x.shape}, but {parts} parts of the "
+                f"batch in this process must divide dim 0: use a multiple of {parts} rows"
+            )
+        return jax.make_array_from_process_local_data(sharding, x)
+
+    return jax.tree_util.tree_map_with_path(one, local)
