@@ -91,11 +91,18 @@ def test_each_process_takes_its_own_gpus_and_sends_settings_of_jax(monkeypatch, 
     assert not any("cache_dir" in name or "visible_devices" in name for name in settings)
 
 
-def test_a_release_without_mutual_tls_does_not_ignore_its_files(monkeypatch):
+def test_files_of_mutual_tls_are_not_ignored_and_are_pem(monkeypatch, tmp_path):
     monkeypatch.setattr(jax.distributed, "initialize", lambda **_: pytest.fail("joined"))
     monkeypatch.setattr(initialize, "MUTUAL_TLS", False)
     monkeypatch.setenv(FILES[1], "cert.pem")
     with pytest.raises(ValueError, match=FILES[1]):
+        zero_jax.initialize("127.0.0.1:1", 2, 1)
+    # JAX aborts with a file that is not PEM (SIGABRT, jax 0.12.0), after all processes have joined.
+    (tmp_path / "key.pem").write_text("no key")
+    values = {FILES[2].lower(): str(tmp_path / "key.pem")}
+    monkeypatch.setattr(jax, "config", unittest.mock.Mock(values=values))
+    monkeypatch.setattr(initialize, "MUTUAL_TLS", True)
+    with pytest.raises(ValueError, match=FILES[2].lower()):
         zero_jax.initialize("127.0.0.1:1", 2, 1)
 
 

@@ -1,6 +1,7 @@
 """Start-up of a process: variables of SLURM and Open MPI, joining the other processes, its GPUs."""
 
 import os
+import pathlib
 import re
 
 import jax
@@ -70,6 +71,10 @@ def initialize(
             f"{', '.join(f'`{name}`' for name in _TLS_FILES)}: mutual TLS needs jax 0.12 or later, "
             f"and this is {jax.__version__}. Install jax 0.12 (Python 3.12), or unset the variables"
         )
+    for name in map(str.lower, _TLS_FILES):  # JAX names missing files, and aborts with others
+        path = pathlib.Path(jax.config.values.get(name) or os.devnull)
+        if path.is_file() and b"-----BEGIN " not in path.read_bytes():
+            raise ValueError(f"`{name}`={str(path)!r} is not a PEM file: give a certificate or key")
     gpus, settings = local_gpus(), jax_settings()
     peers.update(rendezvous((host, port), process_id, num_processes, wait_seconds, settings))
     try:
