@@ -254,8 +254,8 @@ def global_batch(mesh: Mesh, local: PyTree) -> PyTree:
         x = np.asarray(rows)
         if x.ndim == 0 or x.shape[0] % parts:
             raise ValueError(
-                f"`local`{jax.tree_util.keystr(path)} has shape {x.shape}, but {parts} parts of the "
-                f"batch in this process must divide dim 0: use a multiple of {parts} rows"
+                f"`local`{jax.tree_util.keystr(path)} has shape {x.shape}, but {parts} parts of "
+                f"the batch in this process must divide dim 0: use a multiple of {parts} rows"
             )
         return jax.make_array_from_process_local_data(sharding, x)
 
