@@ -13,7 +13,7 @@ from problems import whole
 from test_defaults import FULL, KINDS
 
 from zero_jax import interchange
-from zero_jax.interchange import peft
+from zero_jax.interchange import hugging_face, peft
 from zero_jax.models import hf
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -255,6 +255,17 @@ def test_sizes_that_the_files_do_not_have_raise_before_memory_is_taken(tmp_path,
         assert tracemalloc.get_traced_memory()[1] < 20e6
     finally:
         tracemalloc.stop()
+
+
+def test_an_embedding_is_read_without_a_copy(tmp_path):
+    known = CONFIG | {"vocab_size": 2**18}
+    held = hugging_face.opened(written(tmp_path, known, tensors(1.0, known)))
+    read = held.reader("embed/embedding", np.dtype("float32"), rounded=False)
+    tracemalloc.start()
+    size = read((0, 0), (2**18, 16)).nbytes
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert size == 2**24 and peak < 1.2 * size
 
 
 @pytest.mark.parametrize(("named", "tree"), TREES)

@@ -81,17 +81,22 @@ class Tensors:
                 )
         stacks = len(next(iter(places)))
 
+        def tensor(at: Bounds, starts: Bounds, stops: Bounds) -> np.ndarray:
+            name = self._names[places[at].name]
+            part = places[at].turn.part(functools.partial(self.files.read, name), starts, stops)
+            head = self._copies.get(name)  # of an embedding, which is stored alike
+            if head and not np.array_equal(self.files.read(head, starts, stops), part):
+                raise ValueError(f"{self._where}: tied {head} differs from {name}")
+            return part
+
         def read(starts: Bounds, stops: Bounds) -> np.ndarray:
-            out = np.empty([b - a for a, b in zip(starts, stops, strict=True)], dtype)
-            for index in np.ndindex(out.shape[:stacks]) if out.size else ():
-                place = places[tuple(map(operator.add, starts, index))]
-                name = self._names[place.name]
-                tensor = functools.partial(self.files.read, name)
-                part = place.turn.part(tensor, starts[stacks:], stops[stacks:])
-                head = self._copies.get(name)  # of an embedding, which is stored alike
-                if head and not np.array_equal(self.files.read(head, starts, stops), part):
-                    raise ValueError(f"{self._where}: tied {head} differs from {name}")
-                out[index] = part
+            shape = tuple(map(operator.sub, stops, starts))
+            if not stacks and 0 not in shape:  # without a copy of an embedding, the largest leaf
+                return tensor((), starts, stops).astype(dtype, copy=False)
+            out = np.empty(shape, dtype)
+            for index in np.ndindex(shape[:stacks]) if out.size else ():
+                at = tuple(map(operator.add, starts, index))
+                out[index] = tensor(at, starts[stacks:], stops[stacks:])
             return out
 
         return read
