@@ -59,6 +59,7 @@ turned = with_vjp(lambda x, w: jnp.sin(x @ w), lambda *args: args, of_product(jn
 def errors(params, batch, scale):
     """Layers in a scan, layers with gradients of their own, and layers with a policy."""
     x, ids = batch
+    x = lax.cond(params["bias"][0, 0] < 9, jnp.matmul, lambda x, w: x, x, params["unrolled"][0])
     x = turned(x, params["scanned"][0]) + params["table"][ids]
     x = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["scanned"])[0]
     for w, bias in zip(params["unrolled"], params["bias"], strict=True):
@@ -200,7 +201,7 @@ LAYER = {
         lambda c, w: ((gated(w, *c), False), True)), (x + b, False), jnp.stack([w, w.T]))[0][0],
     "bool in cond": lambda x, w, b: lax.cond(
         jnp.sum(w) > 1e9, lambda w, y, done: y, gated, w, x + b, False),
-    "bool in custom_vjp": lambda x, w, b: gated_vjp(w, x + b, False),
+    "bool in custom_vjp": lambda x, w, b: gated_vjp(w, x + b, b.astype(int)),
     "bool in custom_jvp": lambda x, w, b: gated_jvp(w, x + b, False),
     "bool in checkpoint": lambda x, w, b: jax.checkpoint(gated)(w, x + b, False),
     "bool as a result": lambda x, w, b: b + gated(w, *jax.checkpoint(

@@ -214,8 +214,19 @@ def _recomputed(body: jex.ClosedJaxpr, values: Sequence[Any], policy: Remat, how
     pairs = zip(body.jaxpr.invars, values, strict=True)
     weights = {var for var, x in pairs if isinstance(x, LazyParam)}
     own = dataclasses.replace(how, policy=policy)
-    layer = replay(body, operands.rebuilt, weights, own, in_loop=how.in_loop)
+
+    def values_of(flat: Sequence[Any]) -> list[Any]:
+        # JAX's rule for barriers gives integers a tangent, which its rule for `cond` does not take.
+        return operands.rebuilt([_constant(x) if how.outside else x for x in flat])
+
+    layer = replay(body, values_of, weights, own, in_loop=how.in_loop)
     return recompute.layer(layer, {}, barrier=not how.in_loop)(*operands.flat)
+
+
+def _constant(x: Any) -> Any:
+    """Returns the array, an integer or bool without a tangent."""
+    whole = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool
+    return jax.lax.bitwise_or(x, x) if whole else x
 
 
 def _scan(eqn: jex.JaxprEqn, values: list[Any], how: How, heads: Sequence[Param]) -> list[Any]:
