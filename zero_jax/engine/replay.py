@@ -93,9 +93,7 @@ def _asked(
         values, moved = values_of(flat), {id(flat[i]) for i in trained}
         pairs = zip(values, body.jaxpr.invars, strict=True)
         # A parameter may have been cast to integers.
-        moving = [
-            i for i, (x, v) in enumerate(pairs) if _moves(x, moved) and equations.is_float(v)
-        ]
+        moving = [i for i, (x, v) in enumerate(pairs) if _moves(x, moved) and equations.is_float(v)]
         whole = list(map(GatherOnce(), values))
         if not moving:
             return how.evaluate(body, whole, inside)
