@@ -32,8 +32,8 @@ Results = TypeVar("Results")
 # Called with an intermediate value and the place where it is saved, or None for a value that is not
 # saved but marks a point midway in the layer; returns the value that the layer continues with.
 Tap = Callable[[jax.Array, Place | None], jax.Array]
-# Runs a layer, given its inputs, a tap, the positions of the inputs that have gradients, and True if
-# this run is differentiated by these.
+# Runs a layer, given its inputs, a tap, the positions of the inputs that have gradients, and True
+# if this run is differentiated by these.
 Run = Callable[[Arrays, Tap, Sequence[int], bool], list[jax.Array]]
 
 
