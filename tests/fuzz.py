@@ -306,9 +306,7 @@ def check(case: Case, settings: dict[str, Any], seed: int) -> str | None:
     bucket = options["bucket_bytes"] * model / (2 if options["precision"] == "bf16" else 4)
     more = case.ops, trained, rows, [bucket] * len(leaves)
     known = list(map(leaf_of, leaves, jax.tree.leaves(stored), *more))
-    loops = [
-        (at, name) for at, leaf in enumerate(known) for name in leaf.ops if is_loop(name, leaf)
-    ]
+    loops = [(i, name) for i, leaf in enumerate(known) for name in leaf.ops if is_loop(name, leaf)]
     for at, name in loops[-1:]:
         known[at] = known[at]._replace(last=name)
     known = _with_heads(known, bucket, options["remat"])

@@ -196,9 +196,8 @@ def test_checksums_of_processes_are_added(saved, monkeypatch):
     for rank, part in enumerate([{"w": 2**64 - 1, "v": 3}, {"w": 5, "v": 4}]):
         (saved / f"part-{rank:05d}.json").write_text(json.dumps(part))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    checkpoints._write_manifest(
-        saved, checkpoints.SaveArgs(Manifest.read(saved / "1" / "state"), {})
-    )
+    empty = checkpoints.SaveArgs(Manifest.read(saved / "1" / "state"), {})
+    checkpoints._write_manifest(saved, empty)
     found = Manifest.read(saved).arrays
     assert (found["w"].checksum, found["v"].checksum) == (4, 7)
 

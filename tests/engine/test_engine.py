@@ -201,10 +201,8 @@ def test_states_take_the_bytes_of_all_devices():
         return sum(x.addressable_data(0).nbytes for x in leaves)
 
     estimate = functools.partial(zero_jax.memory.estimate, OWN.start, tx=ADAM)
-    config, alone = (
-        zero_on(TWO_BY_THREE, secondary_shards=True).config,
-        zero_on(TWO_BY_THREE).config,
-    )
+    settings = {"secondary_shards": True}, {}
+    config, alone = (zero_on(TWO_BY_THREE, **each).config for each in settings)
     ours = held(TWO_BY_THREE, secondary_shards=True)
     parted, apart = estimate(config), estimate(alone)
     assert ours == held({"data": 6}) == parted.at_rest

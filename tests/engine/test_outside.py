@@ -101,10 +101,8 @@ def derivatives(evaluate, grad_fn, params):
 
 # Rounding to int8 has no derivatives: they are those of the values before it.
 INT8 = zero_jax.Precision(param_comm_dtype="int8", grad_comm_dtype="int8")
-RUNS = [
-    (weighted, {"remat": "block"}),
-    pytest.param(mean, {"precision": INT8}, marks=pytest.mark.slow),
-]
+RUNS = [(weighted, {"remat": "block"})]
+RUNS += [pytest.param(mean, {"precision": INT8}, marks=pytest.mark.slow)]
 RUNS += [pytest.param(mean, {"stage": 1, "grad_accum_steps": 2}, marks=pytest.mark.slow)]
 
 
@@ -158,9 +156,8 @@ straight_through = with_vjp(lambda x: (x > 0) * 1.0, lambda x: None, lambda _, c
 injected = with_vjp(
     lambda x, w: x + 1, lambda x, w: w, lambda w, c: (c, jnp.ones_like(w) * jnp.mean(c))
 )
-closing_over = with_vjp(
-    lambda x, w: (x @ w) * TABLE, lambda *args: args, of_product(lambda _: TABLE)
-)
+of_table = of_product(lambda _: TABLE)
+closing_over = with_vjp(lambda x, w: (x @ w) * TABLE, lambda *args: args, of_table)
 
 
 def gated(w, y, done):

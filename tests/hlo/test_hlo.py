@@ -210,9 +210,8 @@ OVERLAPS = {"products": ([START, FUSED, product("y"), DONE], True, 2 * FLOPS),
 
 def audited(lines, computations=()):
     """The audit of literal text; its sizes are 0."""
-    sizes = dict.fromkeys(
-        [f"{k}_bytes" for k in ("argument", "output", "alias", "temp", "host")], 0
-    )
+    kinds = ("argument", "output", "alias", "temp", "host")
+    sizes = dict.fromkeys([f"{kind}_bytes" for kind in kinds], 0)
     text = program(ARGUMENTS, *lines, computations=[*CALLED, *computations])
     return auditor.of_text(text, sizes, None)
 
@@ -247,9 +246,8 @@ def test_collectives_of_loops_with_products_are_those_of_layers():
     assert found == [(5, True, True, FLOPS), (1, False, False, 0)]
     assert report.overlap() == auditor.Overlap(concurrent=5 * 2 * GATHERED, exposed=2 * GATHERED)
     assert report.overlap().fraction == pytest.approx(5 / 6)
-    assert report.overlap(layers_only=True) == auditor.Overlap(
-        concurrent=5 * 2 * GATHERED, exposed=0
-    )
+    whole = auditor.Overlap(concurrent=5 * 2 * GATHERED, exposed=0)
+    assert report.overlap(layers_only=True) == whole
 
     rows, row_texts = loop("rows", ARGUMENTS, ARGUMENTS, gather("g"), trips=5)
     report = audited(rows, row_texts)

@@ -177,9 +177,8 @@ def specs_of(make, **settings):
 
 
 def test_linen_metadata_names_the_dims():
-    inits = [
-        nn.with_partitioning(nn.initializers.ones, x) for x in [(None, "model"), ("rows", None)]
-    ]
+    each = (None, "model"), ("rows", None)
+    inits = [nn.with_partitioning(nn.initializers.ones, x) for x in each]
     net = nn.Sequential([nn.Dense(8, kernel_init=init) for init in inits])
     make = lambda: net.init(jax.random.key(0), jnp.ones((1, 4)))  # noqa: E731
     rules = ("rows", "model"), ("rows", None)  # the first counts

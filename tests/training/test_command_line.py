@@ -137,14 +137,12 @@ def test_a_file_of_settings_is_as_the_flags_which_override_it(folder, capsys):
         with pytest.raises(SystemExit, match="2"):
             parse(["--config", "run.yaml"])
         said = capsys.readouterr().err
-        assert said.count("\n") == 1 and all(
-            x in said for x in ("run.yaml: ", *names.split("|"))
-        ), said
+        assert said.count("\n") == 1, said
+        assert all(x in said for x in ("run.yaml: ", *names.split("|"))), said
     for text in ("", "{paper_config: c1, stage: 2}", "stage: 2", "paper_config: c1"):
         Path("run.yaml").write_text(text)
-        own = ["--stage", "2"] * ("stage" not in text) + ["--paper-config", "c1"] * (
-            "c1" not in text
-        )
+        own = ["--stage", "2"] * ("stage" not in text)
+        own += ["--paper-config", "c1"] * ("c1" not in text)
         assert program.main(["--config", "run.yaml", *own]) == 2
         assert re.match("error: .*--paper-config c1.*--stage", capsys.readouterr().err)
 
