@@ -19,7 +19,7 @@ from zero_jax.engine.step import first_nonfinite as first_nonfinite
 from zero_jax.hlo.auditor import assert_communication as assert_communication
 from zero_jax.hlo.auditor import audit as audit
 from zero_jax.offload.host import Offload as Offload
-from zero_jax.plan import model_states
+from zero_jax.plan import model_states as _model_states
 from zero_jax.plan.plans import Plan as Plan
 from zero_jax.remat.policies import Remat as Remat
 from zero_jax.sharding.layout import unpad as unpad
@@ -30,4 +30,4 @@ from zero_jax.sharding.mesh import make_mesh as make_mesh
 from zero_jax.zero import Zero as Zero
 from zero_jax.zero import paper_config as paper_config
 
-memory = model_states
+memory = _model_states

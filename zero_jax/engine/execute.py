@@ -224,9 +224,9 @@ def _recomputed(body: jex.ClosedJaxpr, values: Sequence[Any], policy: Remat, how
 
 
 def _constant(x: Any) -> Any:
-    """Returns the array, an integer or bool without a tangent."""
-    whole = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool
-    return jax.lax.bitwise_or(x, x) if whole else x
+    """Returns the array, an integer or bool without a tangent: `bitwise_or` has no derivative."""
+    discrete = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool
+    return jax.lax.bitwise_or(x, x) if discrete else x
 
 
 def _scan(eqn: jex.JaxprEqn, values: list[Any], how: How, heads: Sequence[Param]) -> list[Any]:
