@@ -18,9 +18,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 ROWS, WIDTH, LAYERS = 64, 256, 6
 PSI = LAYERS * WIDTH * WIDTH
-# Parameters, Adam's two moments and gradients are cut, 16 bytes of Ψ / N; whole are three layers at
-# most: the one at work, the next one, which is gathered already, and a gradient on its way.
-MOST_BYTES = 16 * PSI // 8 + 3 * 4 * WIDTH * WIDTH
+# Parameters, Adam's two moments and gradients are sharded: 16 bytes of Ψ / N. Full are at most five
+# layers: the two of a loop body, the next one, and the first and the last, outside of the loop.
+MOST_BYTES = 16 * PSI // 8 + 5 * 4 * WIDTH * WIDTH
 
 
 def make(key):

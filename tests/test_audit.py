@@ -93,7 +93,9 @@ def test_models_of_the_paper_send_and_hold_what_it_says(model, devices, stage, k
     rows = jax.ShapeDtypeStruct((devices * k, shapes.config.seq + 1), jnp.int32)
     params, psi = zero.eval_shape(shapes.make), gpt.num_params(shapes.config)
     report = zero.plan(shapes.trained_loss, zero.optimizer(tx), params, rows, target="cpu").compiled
-    assert report.elements_per_param(psi) == pytest.approx(sum(ELEMENTS[stage](k)), rel=0.01)
+    # Layers of more than 64 MiB: the last one is gathered twice like any other.
+    elements = 3 * k if stage == 3 else sum(ELEMENTS[stage](k))
+    assert report.elements_per_param(psi) == pytest.approx(elements, rel=0.01)
     states = 12 * psi // (devices if stage else 1) + 20
     assert report.argument_bytes == states + k * rows.shape[1] * 4
     like = jax.eval_shape(shapes.make)

@@ -195,14 +195,14 @@ def test_a_hundred_thousand_rows_stream_in_flat_memory(tokenizer, tmp_path):
 
     tracemalloc.start()
     stream, memory = corpus(tokenizer, (Records(path), 1.0), batch=8).batches(None, 0, 1), []
-    for count in (50, 1500):
+    for count in (1500, 1500):
         tracemalloc.reset_peak()
         for _ in range(count):
             next(stream)
         memory += tracemalloc.get_traced_memory()
     tracemalloc.stop()
     before, _, now, peak = memory
-    assert before < 5.6e6 and now < before + 2e5 and peak < before + 2e6
+    assert before < 5.6e6 and now < before + 1e5 and peak < before + 2e6
 
 
 TOKENS = np.arange(1000, dtype=np.uint16)  # a token is its position: what is read shows where
