@@ -214,8 +214,9 @@ def _with_heads(leaves: Sequence[Leaf], bucket: float, remat: Any) -> list[Leaf]
 
 
 def _is_read(name: str, leaf: Leaf) -> bool:
-    """True for an operation that reads a leaf outside of loops over its slices."""
-    return not is_loop(name, leaf) and ops.GATHERS.get(name, 1) > 0
+    """True for a read outside of layers, which are loops over slices and `jax.checkpoint`s."""
+    own_layer = is_loop(name, leaf) or name.startswith("checkpoint")
+    return not own_layer and ops.GATHERS.get(name, 1) > 0
 
 
 def _operation(name: str, leaf: Leaf, remat: Any) -> tuple[float, float]:
