@@ -238,7 +238,7 @@ def is_loop(name: str, leaf: Leaf) -> bool:
     """True for a scan that takes slices of the shards of a leaf. To swap a leaf's only dim does
     nothing."""
     sliced = ops.LOOPS.get(name) is not None or (name == "scan swapped" and len(leaf.shape) == 1)
-    return bool(leaf.shape) and leaf.dim != 0 and sliced
+    return leaf.shape[:1] > (0,) and leaf.dim != 0 and sliced
 
 
 def _loop(name: str, leaf: Leaf, remat: Any) -> tuple[float, float, float]:
