@@ -184,12 +184,8 @@ def run_equation(
         return made
     if name == "scan":
         return _scan(eqn, values, how, heads)
-    if (
-        name == "gather"
-        and isinstance(values[0], LazyParam)
-        and values[0].param.rows_of is not None
-    ):
-        return [values[0].rows(eqn, values[1])]
+    if name == "gather" and isinstance(first, LazyParam) and first.param.rows_of is not None:
+        return [first.rows(eqn, values[1])]
     if how.once is not None:
         return equations.function(eqn)(*map(how.once, values))
     policy = NONE if name in _KEEPS else BLOCK
