@@ -2,8 +2,9 @@
 
 Axes, outermost first: optional `replica` (parameters are replicated over it, gradients are summed
 over it too), optional `experts` (expert parallelism; other parameters are partitioned over it as
-over `data`), `data` (parameters are partitioned over it), and optional `model` (tensor
-parallelism). The batch is split over all axes but `model`.
+over `data`), `data` (parameters are partitioned over it), optional `context` (context parallelism:
+the tokens of a row are split over it, parameters as over `data`), and optional `model` (tensor
+parallelism). Rows of the batch are split over all axes but `context` and `model`.
 """
 
 import collections
@@ -19,6 +20,7 @@ from zero_jax.sharding.paths import PyTree
 DATA = "data"
 REPLICA = "replica"
 EXPERTS = "experts"
+CONTEXT = "context"
 MODEL = "model"
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 Axis: TypeAlias = str | tuple[str, ...]  # one, or several as one
@@ -29,11 +31,12 @@ def make_mesh(
     *,
     replica: int = 1,
     experts: int = 1,
+    context: int = 1,
     model: int = 1,
     devices: list[jax.Device] | None = None,
     data_axis: str = DATA,
 ) -> Mesh:
-    """Returns a mesh with a `data` axis, and `replica`, `experts` and `model` if above 1.
+    """Returns a mesh with a `data` axis, and the other axes if above 1.
 
     Args:
       data: Size of the axis that parameters are partitioned over; by default the remaining devices.
@@ -41,6 +44,8 @@ def make_mesh(
       experts: Number of expert-parallel groups. The devices of a group share its experts, and
         tokens are sent between groups. All other parameters are partitioned over `experts` and
         `data` together.
+      context: Number of devices that share the tokens of a row. Parameters are partitioned over
+        `data` and `context` together.
       model: Size of the tensor-parallel axis (the innermost: assign NVLink neighbours to it).
       devices: Devices of the mesh; by default all of `jax.devices()`.
       data_axis: Another name for `data`, for a model that hard-codes one.
@@ -52,36 +57,48 @@ def make_mesh(
     1
     """
     devices = list(jax.devices() if devices is None else devices)
-    others = replica * experts * model or 1  # abstract_mesh refuses 0
+    others = replica * experts * context * model or 1  # abstract_mesh refuses 0
     if data is None:
         data = max(len(devices) // others, 1)
     if data * others != len(devices):
         raise ValueError(
-            f"`replica`={replica} x `experts`={experts} x `data`={data} x `model`={model} is "
-            f"{data * others}, but there are {len(devices)} devices: make the product equal, or "
-            "pass `devices`"
+            f"`replica`={replica} x `experts`={experts} x `data`={data} x `context`={context} x "
+            f"`model`={model} is {data * others}, but there are {len(devices)} devices: make the "
+            "product equal, or pass `devices`"
         )
-    mesh = abstract_mesh(data, replica=replica, experts=experts, model=model, data_axis=data_axis)
+    sizes = {REPLICA: replica, EXPERTS: experts, CONTEXT: context, MODEL: model}
+    mesh = abstract_mesh(data, **sizes, data_axis=data_axis)
     return jax.make_mesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types, devices=devices)
 
 
 def abstract_mesh(
-    data: int, *, replica: int = 1, experts: int = 1, model: int = 1, data_axis: str = DATA
+    data: int,
+    *,
+    replica: int = 1,
+    experts: int = 1,
+    context: int = 1,
+    model: int = 1,
+    data_axis: str = DATA,
 ) -> AbstractMesh:
     """Returns a mesh without devices, for planning and ahead-of-time compilation.
 
     The arguments are those of `make_mesh`.
 
     Raises:
-      ValueError: A size is below 1.
+      ValueError: A size is below 1, or `context` is combined with `experts` or `model`.
 
     >>> dict(abstract_mesh(8, replica=2).shape)
     {'replica': 2, 'data': 8}
     """
-    axes = {REPLICA: replica, EXPERTS: experts, data_axis: data, MODEL: model}
+    axes = {REPLICA: replica, EXPERTS: experts, data_axis: data, CONTEXT: context, MODEL: model}
     if min(axes.values()) < 1:
         given = ", ".join(f"`{axis}`={size}" for axis, size in axes.items())
         raise ValueError(f"{given}: each must be at least 1")
+    if context > 1 and experts * model > 1:
+        raise ValueError(
+            f"`context`={context} with `experts`={experts} and `model`={model}: a row is split "
+            "over devices that hold full layers. Use one of the three axes"
+        )
     sizes = {axis: size for axis, size in axes.items() if axis == data_axis or size > 1}
     types = (AxisType.Auto,) * len(sizes)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
@@ -117,26 +134,30 @@ def check_mesh(mesh: AnyMesh) -> None:
 
 
 def data_axis(mesh: AnyMesh) -> Axis:
-    """Returns the axis that parameters are partitioned over; with `experts`, both axes.
+    """Returns the axis that parameters are partitioned over; with `experts` or `context`, both.
 
-    It is `data`, or the only axis with another name than `replica`, `experts` and `model`.
+    It is `data`, or the only axis with another name than those of the other kinds.
 
     Raises:
       ValueError: There is no such axis, or another one of more than one device.
 
     >>> data_axis(abstract_mesh(8)), data_axis(abstract_mesh(2, experts=4))
     ('data', ('experts', 'data'))
+    >>> data_axis(abstract_mesh(2, context=4))
+    ('data', 'context')
     """
-    others = [axis for axis in mesh.axis_names if axis not in (REPLICA, EXPERTS, MODEL)]
+    others = [axis for axis in mesh.axis_names if axis not in (REPLICA, EXPERTS, CONTEXT, MODEL)]
     if DATA in others:
         others = [DATA, *(axis for axis in others if axis != DATA and mesh.shape[axis] > 1)]
     if len(others) != 1:
         raise ValueError(
             f"`mesh` has axes {dict(mesh.shape)}: Zero partitions parameters over 'data', or over "
-            "the only axis that is not 'replica', 'experts' or 'model'; others must have size 1. "
-            "Use zero_jax.make_mesh()"
+            "the only axis that is not 'replica', 'experts', 'context' or 'model'; others must "
+            "have size 1. Use zero_jax.make_mesh()"
         )
-    return (EXPERTS, others[0]) if experts_size(mesh) > 1 else others[0]
+    axes = (EXPERTS, others[0], CONTEXT)
+    both = tuple(axis for axis in axes if axis == others[0] or mesh.shape.get(axis, 1) > 1)
+    return both if len(both) > 1 else others[0]
 
 
 def names(axis: Axis) -> tuple[str, ...]:
@@ -154,12 +175,22 @@ def experts_size(mesh: AnyMesh) -> int:
     return mesh.shape.get(EXPERTS, 1)
 
 
+def context_size(mesh: AnyMesh) -> int:
+    """Returns the number of devices that share the tokens of a row; 1 without that axis."""
+    return mesh.shape.get(CONTEXT, 1)
+
+
 def batch_axes(mesh: AnyMesh) -> tuple[str, ...]:
     """Returns the mesh axes that the batch is split over, in the order of the mesh.
 
     So the devices of a process hold consecutive rows, whatever the order.
     """
     return tuple(a for a in mesh.axis_names if a in (REPLICA, *names(data_axis(mesh))))
+
+
+def row_axes(mesh: AnyMesh) -> tuple[str, ...]:
+    """Returns those that rows are split over; the devices of `context` share rows."""
+    return tuple(axis for axis in batch_axes(mesh) if axis != CONTEXT)
 
 
 def on_gpu(mesh: AnyMesh) -> bool:
@@ -182,19 +213,20 @@ def model_size(mesh: AnyMesh) -> int:
 
 
 def batch_shards(mesh: AnyMesh) -> int:
-    """Returns the number of shards of the batch."""
-    return axis_size(mesh, batch_axes(mesh))
+    """Returns the number of parts that the rows of the batch are split into."""
+    return axis_size(mesh, row_axes(mesh))
 
 
 def batch_sharding(mesh: AnyMesh) -> NamedSharding:
-    """Returns the sharding of a batch: dim 0 over `batch_axes`."""
-    return NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
+    """Returns the sharding of a batch: dim 0 over `row_axes`."""
+    return NamedSharding(mesh, PartitionSpec(row_axes(mesh)))
 
 
 def batch_share(mesh: Mesh) -> tuple[int, int]:
     """Returns the part of the global batch that this process loads, as (index, count).
 
-    Processes that load the same rows, because a `model` axis spans them, get the same index.
+    Processes that load the same rows, because a `context` or `model` axis spans them, get the same
+    index.
 
     Raises:
       ValueError: This process's devices do not hold one even part of the batch.

@@ -1,0 +1,5 @@
+"""Context parallelism: the tokens of a row are split over the mesh axis `context`.
+
+`chunks.py` is the layout, `attention.py` the one operation that exchanges tokens, `token_dims.py`
+the check that nothing else does. May import `tracing`, `sharding` and `collectives`.
+"""
