@@ -1,0 +1,268 @@
+"""Attention over rows whose tokens are split over the mesh axis `context`.
+
+The one operation of a model that exchanges tokens. A device has T / C tokens of a row, two chunks
+of 2·C (`chunks.py`: as in Llama 3, arXiv:2407.21783, section 3.3.2). Its queries attend to all keys
+of the row in one of two ways:
+
+- `all_gather`: keys and values are gathered over `context`, and their gradients reduce-scattered in
+  fp32 (Llama 3, the same section). A forward pass, its recomputation and a backward pass send
+  3 · 2·M·H·T elements per row.
+- `all_to_all`: heads are exchanged for tokens, so that a device has full rows of N / C heads
+  (Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509, section 3.2). The three passes send
+  3 · (2·N + 2·M)·H·T / C elements: queries, keys, values and the output, or their gradients.
+
+Shapes: B batch, T tokens of a row, C devices of `context`, N heads of queries, M of keys and
+values, H head dim. Outside `shard_map`, and without a `context` axis, C = 1 and nothing is sent.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zero_jax.collectives.gather_scatter import all_gather, psum_scatter
+from zero_jax.context_parallel import blocks, chunks
+from zero_jax.sharding.mesh import CONTEXT
+
+Exchange: TypeAlias = Literal["all_gather", "all_to_all"]
+Implementation: TypeAlias = Literal["xla"]
+Segments: TypeAlias = jax.Array | None
+Gradients: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    segment_ids: jax.Array | None = None,
+    is_causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+    exchange: Exchange | None = None,
+) -> jax.Array:
+    """Returns softmax(query keyᵀ · scale) value per head, over all tokens of a row.
+
+    Works in a step of `Zero` whose mesh has a `context` axis, where each device has a part of the
+    tokens, and anywhere else. Scores and softmax are fp32, products have the inputs' dtype. Memory
+    is linear in T. Differentiable once, in reverse mode.
+
+    Args:
+      query: (B, T, N, H). Inside `shard_map` with a `context` axis, T is the number of this
+        device's tokens.
+      key: (B, T, M, H). M divides N; each head of keys is for N / M consecutive heads of queries.
+      value: (B, T, M, H).
+      segment_ids: (B, T), numbers of the documents that share a row; a token sees its own alone.
+      is_causal: True if a token sees those up to itself, False if it sees all.
+      window: Number of tokens that one sees, itself among them; None for no limit.
+      scale: Factor of the scores; 1 / √H by default.
+      implementation: "xla", the default.
+      exchange: "all_gather" of keys and values, or "all_to_all" of heads, which requires that the
+        devices of `context` divide M. By default the one that sends fewer elements.
+
+    Returns:
+      (B, T, N, H), in the dtype of the inputs.
+
+    Raises:
+      ValueError: Shapes or dtypes do not match, or an option has another value.
+
+    Example:
+        >>> x = jnp.ones((1, 3, 2, 4))
+        >>> bool(jnp.allclose(attention(x, x, x, window=2), x))
+        True
+    """
+    _check(query, key, value, segment_ids, is_causal, window)
+    _check_choice("implementation", implementation, get_args(Implementation))
+    _check_choice("exchange", exchange, get_args(Exchange))
+    if query.size == 0:
+        return query
+    H = query.shape[-1]
+    how = _How(
+        is_causal,
+        window,
+        H**-0.5 if scale is None else float(scale),
+        implementation or "xla",
+        _chosen_exchange(exchange, query.shape[2], key.shape[2]),
+    )
+    return _attention(how, query, key, value, segment_ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class _How:
+    """The static arguments; `exchange` is None if C = 1."""
+
+    is_causal: bool
+    window: int | None
+    scale: float
+    implementation: Implementation
+    exchange: Exchange | None
+
+
+def _check(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments,
+    is_causal: bool,
+    window: int | None,
+) -> None:
+    given = ", ".join(
+        f"`{name}` {x.dtype}{list(x.shape)}" for name, x in (("query", q), ("key", k), ("value", v))
+    )
+    if q.ndim != 4 or k.ndim != 4:
+        raise ValueError(f"{given}: shapes (batch, tokens, heads, head dim) are required")
+    B, T, N, H = q.shape
+    M = k.shape[2]
+    if k.shape != (B, T, M, H) or v.shape != k.shape or {k.dtype, v.dtype} != {q.dtype}:
+        raise ValueError(
+            f"{given}: equal shapes and dtypes are required (keys and values may have fewer "
+            "heads). For others use jax.nn.dot_product_attention"
+        )
+    if not M or N % M:
+        raise ValueError(
+            f"`key` has {M} heads and `query` {N}: heads of keys must divide those of queries"
+        )
+    if segments is not None and segments.shape != (B, T):
+        raise ValueError(
+            f"`segment_ids` has shape {list(segments.shape)}, but rows have shape {[B, T]}: give "
+            "one number for each token"
+        )
+    if window is not None and (window < 1 or not is_causal):
+        raise ValueError(
+            f"`window`={window} with `is_causal`={is_causal}: a window of at least 1, because a "
+            "token sees itself, and causal attention are required. Leave `window` out to see all"
+        )
+    if chunks.size() > 1 and T % 2:
+        raise ValueError(
+            f"`query` has {T} tokens on each of {chunks.size()} devices of the context axis: two "
+            f"chunks of equal length are required. Pad rows to a multiple of {2 * chunks.size()}"
+        )
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value is not None and value not in choices:
+        raise ValueError(f"`{name}`={value!r}: use {' or '.join(map(repr, choices))}, or None")
+
+
+def _chosen_exchange(exchange: Exchange | None, heads: int, key_heads: int) -> Exchange | None:
+    """Returns the exchange that sends fewer elements, unless one is given."""
+    C = chunks.size()
+    if C == 1:
+        return None
+    if exchange == "all_to_all" and key_heads % C:
+        raise ValueError(
+            f"`exchange`='all_to_all' gives each of {C} devices of the context axis some heads, "
+            f'but `key` has {key_heads}: a multiple of {C} is required. Use exchange="all_gather"'
+        )
+    fewer = key_heads % C == 0 and heads + key_heads < key_heads * C
+    return exchange or ("all_to_all" if fewer else "all_gather")
+
+
+# All collectives are inside, so that the trace of a model has one equation that exchanges tokens.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(
+    how: _How, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments
+) -> jax.Array:
+    return _attention_fwd(how, q, k, v, segments)[0]
+
+
+def _attention_fwd(
+    how: _How, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments
+) -> tuple[jax.Array, Any]:
+    if how.exchange and segments is not None:
+        segments = _gathered(segments)
+    if how.exchange == "all_gather":
+        return _forward_in_blocks(how, q, _gathered(k), _gathered(v), segments)
+    kernel = _KERNELS[how.implementation]
+    if how.exchange is None:
+        return kernel.forward(how, q, k, v, segments)
+    q, k, v = (_rows_of_heads(x) for x in (q, k, v))
+    # The residuals are full rows: the backward pass exchanges only gradients.
+    out, residuals = kernel.forward(how, q, k, v, segments)
+    return _tokens_of_heads(out), residuals
+
+
+def _attention_bwd(how: _How, residuals: Any, dout: jax.Array) -> tuple[jax.Array | None, ...]:
+    kernel = _KERNELS[how.implementation]
+    if how.exchange == "all_gather":
+        dq, dk, dv = _backward_in_blocks(how, residuals, dout)
+        dk, dv = (psum_scatter(chunks.dealt(x, 1), CONTEXT, 1, None) for x in (dk, dv))
+    elif how.exchange == "all_to_all":
+        grads = kernel.backward(how, residuals, _rows_of_heads(dout))
+        dq, dk, dv = (_tokens_of_heads(x.astype(dout.dtype)) for x in grads)
+    else:
+        dq, dk, dv = kernel.backward(how, residuals, dout)
+    return *(x.astype(dout.dtype) for x in (dq, dk, dv)), None
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _gathered(x: jax.Array) -> jax.Array:
+    """Returns the full rows of tokens that are split over `context` in dim 1."""
+    return chunks.ordered(all_gather(x, CONTEXT, 1, None), 1)
+
+
+def _rows_of_heads(x: jax.Array) -> jax.Array:
+    """Returns full rows of this device's heads, (B, T, N / C, H), from its tokens of all heads."""
+    rows = jax.lax.all_to_all(x, CONTEXT, split_axis=2, concat_axis=1, tiled=True)
+    return chunks.ordered(rows, 1)
+
+
+def _tokens_of_heads(x: jax.Array) -> jax.Array:
+    """Inverts `_rows_of_heads`: (B, T / C, N, H)."""
+    x = chunks.dealt(x, 1)
+    return jax.lax.all_to_all(x, CONTEXT, split_axis=1, concat_axis=2, tiled=True)
+
+
+class _Kernel(NamedTuple):
+    """Attention over full rows, (B, T, heads, H), in the order of their tokens.
+
+    `forward` takes queries, keys, values and the segment ids of the rows, or None; it returns the
+    output and any residuals. `backward` takes the residuals and the gradient of the output, and
+    returns those of queries, keys and values.
+    """
+
+    forward: Callable[[_How, jax.Array, jax.Array, jax.Array, Segments], tuple[jax.Array, Any]]
+    backward: Callable[[_How, Any, jax.Array], Gradients]
+
+
+def _forward_in_blocks(
+    how: _How, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments
+) -> tuple[jax.Array, Any]:
+    """Attends to full rows, from full rows of queries, or with `all_gather` from this device's."""
+    out, lse = blocks.forward(q, k, v, _mask(how, q.shape[1], segments), how.scale)
+    return out, (q, k, v, segments, out, lse)
+
+
+def _backward_in_blocks(how: _How, residuals: Any, dout: jax.Array) -> Gradients:
+    q, k, v, segments, out, lse = residuals
+    mask = _mask(how, q.shape[1], segments)
+    return blocks.backward(q, k, v, out, lse, dout, mask, how.scale)
+
+
+_KERNELS = {"xla": _Kernel(_forward_in_blocks, _backward_in_blocks)}
+
+
+def _mask(how: _How, tokens: int, segments: Segments) -> blocks.Mask:
+    """Returns which keys of the full rows are seen by so many queries of this device."""
+    C = chunks.size() if how.exchange == "all_gather" else 1
+    row = C * tokens
+    if C == 1:
+        own, positions, devices = segments, jnp.arange(row), np.arange(row)[None]
+    else:
+        own = None if segments is None else chunks.take(segments, 1)
+        positions = chunks.positions(tokens)
+        # The loop over blocks has the same length everywhere: as needed on the device with most.
+        chunk = np.arange(row).reshape(2 * C, -1)
+        devices = np.concatenate([chunk[:C], chunk[::-1][:C]], axis=1)
+    if not how.is_causal:  # each query sees what the last one sees
+        positions, devices = jnp.full_like(positions, row - 1), np.full_like(devices, row - 1)
+    window = None if how.window is None else min(how.window, row)
+    both = None if own is None or segments is None else (own, segments)
+    return blocks.Mask(positions, both, window, blocks.count_pairs(devices, row, window))
