@@ -30,8 +30,8 @@ from zero_jax.sharding.mesh import CONTEXT
 
 Exchange: TypeAlias = Literal["all_gather", "all_to_all"]
 Implementation: TypeAlias = Literal["xla"]
-Segments: TypeAlias = jax.Array | None
-Gradients: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+_Segments: TypeAlias = jax.Array | None
+_Gradients: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def attention(
@@ -82,45 +82,45 @@ def attention(
     if query.size == 0:
         return query
     H = query.shape[-1]
-    how = _How(
-        is_causal,
-        window,
-        H**-0.5 if scale is None else float(scale),
-        implementation or "xla",
-        _chosen_exchange(exchange, query.shape[2], key.shape[2]),
+    options = _Options(
+        is_causal=is_causal,
+        window=window,
+        scale=H**-0.5 if scale is None else float(scale),
+        implementation=implementation or "xla",
+        exchange=_chosen_exchange(exchange, query.shape[2], key.shape[2]),
     )
-    return _attention(how, query, key, value, segment_ids)
+    return _attention(options, query, key, value, segment_ids)
 
 
 @dataclasses.dataclass(frozen=True)
-class _How:
-    """The static arguments; `exchange` is None if C = 1."""
+class _Options:
+    """The static arguments."""
 
     is_causal: bool
     window: int | None
     scale: float
     implementation: Implementation
-    exchange: Exchange | None
+    exchange: Exchange
 
 
 def _check(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    segments: Segments,
+    segments: _Segments,
     is_causal: bool,
     window: int | None,
 ) -> None:
-    given = ", ".join(
+    arrays = ", ".join(
         f"`{name}` {x.dtype}{list(x.shape)}" for name, x in (("query", q), ("key", k), ("value", v))
     )
     if q.ndim != 4 or k.ndim != 4:
-        raise ValueError(f"{given}: shapes (batch, tokens, heads, head dim) are required")
+        raise ValueError(f"{arrays}: shapes (batch, tokens, heads, head dim) are required")
     B, T, N, H = q.shape
     M = k.shape[2]
     if k.shape != (B, T, M, H) or v.shape != k.shape or {k.dtype, v.dtype} != {q.dtype}:
         raise ValueError(
-            f"{given}: equal shapes and dtypes are required (keys and values may have fewer "
+            f"{arrays}: equal shapes and dtypes are required (keys and values may have fewer "
             "heads). For others use jax.nn.dot_product_attention"
         )
     if not M or N % M:
@@ -149,11 +149,11 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"`{name}`={value!r}: use {' or '.join(map(repr, choices))}, or None")
 
 
-def _chosen_exchange(exchange: Exchange | None, heads: int, key_heads: int) -> Exchange | None:
-    """Returns the exchange that sends fewer elements, unless one is given."""
+def _chosen_exchange(exchange: Exchange | None, heads: int, key_heads: int) -> Exchange:
+    """Returns the exchange that sends fewer elements, or the one that was asked for."""
     C = chunks.size()
-    if C == 1:
-        return None
+    if C == 1:  # nothing is sent, and rows are full
+        return "all_to_all"
     if exchange == "all_to_all" and key_heads % C:
         raise ValueError(
             f"`exchange`='all_to_all' gives each of {C} devices of the context axis some heads, "
@@ -166,56 +166,58 @@ def _chosen_exchange(exchange: Exchange | None, heads: int, key_heads: int) -> E
 # All collectives are inside, so that the trace of a model has one equation that exchanges tokens.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
-    how: _How, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments
+    options: _Options, q: jax.Array, k: jax.Array, v: jax.Array, segments: _Segments
 ) -> jax.Array:
-    return _attention_fwd(how, q, k, v, segments)[0]
+    return _attention_fwd(options, q, k, v, segments)[0]
 
 
 def _attention_fwd(
-    how: _How, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments
+    options: _Options, q: jax.Array, k: jax.Array, v: jax.Array, segments: _Segments
 ) -> tuple[jax.Array, Any]:
-    if how.exchange and segments is not None:
+    if segments is not None:
         segments = _gathered(segments)
-    if how.exchange == "all_gather":
-        return _forward_in_blocks(how, q, _gathered(k), _gathered(v), segments)
-    kernel = _KERNELS[how.implementation]
-    if how.exchange is None:
-        return kernel.forward(how, q, k, v, segments)
+    if options.exchange == "all_gather":
+        return _forward_in_blocks(options, q, _gathered(k), _gathered(v), segments)
     q, k, v = (_rows_of_heads(x) for x in (q, k, v))
-    # The residuals are full rows: the backward pass exchanges only gradients.
-    out, residuals = kernel.forward(how, q, k, v, segments)
+    # The residuals are of full rows, so that the backward pass sends only gradients.
+    out, residuals = _KERNELS[options.implementation].forward(options, q, k, v, segments)
     return _tokens_of_heads(out), residuals
 
 
-def _attention_bwd(how: _How, residuals: Any, dout: jax.Array) -> tuple[jax.Array | None, ...]:
-    kernel = _KERNELS[how.implementation]
-    if how.exchange == "all_gather":
-        dq, dk, dv = _backward_in_blocks(how, residuals, dout)
+def _attention_bwd(
+    options: _Options, residuals: Any, dout: jax.Array
+) -> tuple[jax.Array | None, ...]:
+    dtype = dout.dtype
+    if options.exchange == "all_gather":
+        dq, dk, dv = _backward_in_blocks(options, residuals, dout)
+        # In fp32, and rounded after the sum over devices.
         dk, dv = (psum_scatter(chunks.dealt(x, 1), CONTEXT, 1, None) for x in (dk, dv))
-    elif how.exchange == "all_to_all":
-        grads = kernel.backward(how, residuals, _rows_of_heads(dout))
-        dq, dk, dv = (_tokens_of_heads(x.astype(dout.dtype)) for x in grads)
-    else:
-        dq, dk, dv = kernel.backward(how, residuals, dout)
-    return *(x.astype(dout.dtype) for x in (dq, dk, dv)), None
+        return dq.astype(dtype), dk.astype(dtype), dv.astype(dtype), None
+    kernel = _KERNELS[options.implementation]
+    grads = kernel.backward(options, residuals, _rows_of_heads(dout))
+    return *(_tokens_of_heads(x.astype(dtype)) for x in grads), None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 def _gathered(x: jax.Array) -> jax.Array:
-    """Returns the full rows of tokens that are split over `context` in dim 1."""
-    return chunks.ordered(all_gather(x, CONTEXT, 1, None), 1)
+    """Returns full rows, given this device's tokens in dim 1."""
+    return x if chunks.size() == 1 else chunks.ordered(all_gather(x, CONTEXT, 1, None), 1)
 
 
 def _rows_of_heads(x: jax.Array) -> jax.Array:
-    """Returns full rows of this device's heads, (B, T, N / C, H), from its tokens of all heads."""
-    rows = jax.lax.all_to_all(x, CONTEXT, split_axis=2, concat_axis=1, tiled=True)
-    return chunks.ordered(rows, 1)
+    """Returns full rows of this device's heads, (B, T, N / C, H), given its tokens of all heads."""
+    if chunks.size() == 1:
+        return x
+    x = jax.lax.all_to_all(x, CONTEXT, split_axis=2, concat_axis=1, tiled=True)
+    return chunks.ordered(x, 1)
 
 
 def _tokens_of_heads(x: jax.Array) -> jax.Array:
     """Inverts `_rows_of_heads`: (B, T / C, N, H)."""
+    if chunks.size() == 1:
+        return x
     x = chunks.dealt(x, 1)
     return jax.lax.all_to_all(x, CONTEXT, split_axis=1, concat_axis=2, tiled=True)
 
@@ -223,46 +225,46 @@ def _tokens_of_heads(x: jax.Array) -> jax.Array:
 class _Kernel(NamedTuple):
     """Attention over full rows, (B, T, heads, H), in the order of their tokens.
 
-    `forward` takes queries, keys, values and the segment ids of the rows, or None; it returns the
-    output and any residuals. `backward` takes the residuals and the gradient of the output, and
-    returns those of queries, keys and values.
+    `forward` takes queries, keys, values and segment ids (B, T) or None, and returns the output and
+    any residuals. `backward` takes the residuals and the gradient of the output, and returns those
+    of queries, keys and values. A differentiable function has both: `jax.vjp`, and its result.
     """
 
-    forward: Callable[[_How, jax.Array, jax.Array, jax.Array, Segments], tuple[jax.Array, Any]]
-    backward: Callable[[_How, Any, jax.Array], Gradients]
+    forward: Callable[[_Options, jax.Array, jax.Array, jax.Array, _Segments], tuple[jax.Array, Any]]
+    backward: Callable[[_Options, Any, jax.Array], _Gradients]
 
 
 def _forward_in_blocks(
-    how: _How, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments
+    options: _Options, q: jax.Array, k: jax.Array, v: jax.Array, segments: _Segments
 ) -> tuple[jax.Array, Any]:
     """Attends to full rows, from full rows of queries, or with `all_gather` from this device's."""
-    out, lse = blocks.forward(q, k, v, _mask(how, q.shape[1], segments), how.scale)
+    out, lse = blocks.forward(q, k, v, _mask(options, q.shape[1], segments), options.scale)
     return out, (q, k, v, segments, out, lse)
 
 
-def _backward_in_blocks(how: _How, residuals: Any, dout: jax.Array) -> Gradients:
+def _backward_in_blocks(options: _Options, residuals: Any, dout: jax.Array) -> _Gradients:
     q, k, v, segments, out, lse = residuals
-    mask = _mask(how, q.shape[1], segments)
-    return blocks.backward(q, k, v, out, lse, dout, mask, how.scale)
+    mask = _mask(options, q.shape[1], segments)
+    return blocks.backward(q, k, v, out, lse, dout, mask, options.scale)
 
 
 _KERNELS = {"xla": _Kernel(_forward_in_blocks, _backward_in_blocks)}
 
 
-def _mask(how: _How, tokens: int, segments: Segments) -> blocks.Mask:
+def _mask(options: _Options, tokens: int, segments: _Segments) -> blocks.Mask:
     """Returns which keys of the full rows are seen by so many queries of this device."""
-    C = chunks.size() if how.exchange == "all_gather" else 1
+    C = chunks.size() if options.exchange == "all_gather" else 1
     row = C * tokens
     if C == 1:
-        own, positions, devices = segments, jnp.arange(row), np.arange(row)[None]
+        positions, of_devices, of_queries = jnp.arange(row), np.arange(row)[None], segments
     else:
-        own = None if segments is None else chunks.take(segments, 1)
         positions = chunks.positions(tokens)
-        # The loop over blocks has the same length everywhere: as needed on the device with most.
+        # The loop over pairs of blocks is as long on each device as on that with most.
         chunk = np.arange(row).reshape(2 * C, -1)
-        devices = np.concatenate([chunk[:C], chunk[::-1][:C]], axis=1)
-    if not how.is_causal:  # each query sees what the last one sees
-        positions, devices = jnp.full_like(positions, row - 1), np.full_like(devices, row - 1)
-    window = None if how.window is None else min(how.window, row)
-    both = None if own is None or segments is None else (own, segments)
-    return blocks.Mask(positions, both, window, blocks.count_pairs(devices, row, window))
+        of_devices = np.concatenate([chunk[:C], chunk[::-1][:C]], axis=1)
+        of_queries = None if segments is None else chunks.take(segments, 1)
+    if not options.is_causal:  # each query sees what the last one sees
+        positions, of_devices = jnp.full_like(positions, row - 1), np.full_like(of_devices, row - 1)
+    window = None if options.window is None else min(options.window, row)
+    both = None if segments is None or of_queries is None else (of_queries, segments)
+    return blocks.Mask(positions, both, window, blocks.count_pairs(of_devices, row, window))

@@ -70,7 +70,7 @@ def forward(
         scores_BxMxGxKxL, v_BxMxLxH = blocks.scores(i, j), _at(blocks.v, j)
         new_BxMxGxKx1 = jnp.maximum(top_BxMxGxKx1, scores_BxMxGxKxL.max(axis=-1, keepdims=True))
         shares_BxMxGxKxL = jnp.exp(scores_BxMxGxKxL - new_BxMxGxKx1)
-        # What was added before is relative to the largest score at that time.
+        # Earlier sums are relative to the largest score of that time.
         decay_BxMxGxKx1 = jnp.exp(top_BxMxGxKx1 - new_BxMxGxKx1)
         total_BxMxGxKx1 *= decay_BxMxGxKx1
         total_BxMxGxKx1 += shares_BxMxGxKxL.sum(axis=-1, keepdims=True)
@@ -101,10 +101,10 @@ def backward(
     """Returns the gradients of queries, keys and values in fp32."""
     blocks = _Blocks(q_BxTxNxH, k_BxSxMxH, v_BxSxMxH, mask, scale)
     dtype = q_BxTxNxH.dtype
-    lse, out = blocks.of_queries(lse_BxTxNx1), blocks.of_queries(out_BxTxNxH)
+    lse, out = blocks.split_queries(lse_BxTxNx1), blocks.split_queries(out_BxTxNxH)
     # Padding has a gradient of zero, and so adds nothing to those of keys and values.
-    dout = blocks.of_queries(dout_BxTxNxH, padding="constant")
-    mean = _dot("ibmgkh,ibmgkh->ibmgk", dout, out)[..., None]
+    dout = blocks.split_queries(dout_BxTxNxH, padding="constant")
+    mean = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1, keepdims=True)
 
     def add(state: Sequence[jax.Array], pair: Sequence[jax.Array]) -> tuple[list[jax.Array], None]:
         i, j = pair
@@ -136,7 +136,7 @@ class _Blocks:
     def __init__(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, scale: float):
         self._heads, self._mask, self._scale = k.shape[2], mask, scale
         self._queries, self._keys = _sizes(q.shape[1], k.shape[1])
-        self.q = self.of_queries(q)
+        self.q = self.split_queries(q)
         self.k, self.v = (_split(x, self._keys) for x in (k, v))
         positions = jnp.asarray(mask.positions)
         self._positions_Ix1xKx1 = _split(positions[None, :, None], self._queries)
@@ -148,11 +148,11 @@ class _Blocks:
         first_I, end_I = _keys_seen(positions, k.shape[1], mask.window)
         count_I, at_P = end_I - first_I, jnp.arange(mask.pairs)
         i_P = jnp.repeat(jnp.arange(len(count_I)), count_I, total_repeat_length=mask.pairs)
-        # If another device has more pairs, the last block of queries goes on with keys after it.
+        # If another device has more pairs, the last ones have keys that no query sees.
         j_P = at_P + (first_I + count_I - jnp.cumsum(count_I))[i_P]
         self.pairs = i_P, j_P
 
-    def of_queries(self, x_BxTxNxH: jax.Array, padding: str = "edge") -> jax.Array:
+    def split_queries(self, x_BxTxNxH: jax.Array, padding: str = "edge") -> jax.Array:
         B, T, N, H = x_BxTxNxH.shape
         x_BxTxMxGxH = x_BxTxNxH.reshape(B, T, self._heads, N // self._heads, H)
         return _split(x_BxTxMxGxH, self._queries, padding)
@@ -202,7 +202,7 @@ def _split(x: jax.Array, size: int, padding: str = "edge") -> jax.Array:
 
 
 def _joined(x: jax.Array, tokens: int) -> jax.Array:
-    """Inverts `_split` and `of_queries`: (B, T, heads, H)."""
+    """Inverts `_split` and `split_queries`: (B, T, heads, H)."""
     count, B, *_, size, H = x.shape
     x = jnp.moveaxis(x, (0, -2), (1, 2)).reshape(B, count * size, -1, H)
     return x[:, :tokens]
