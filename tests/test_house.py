@@ -1,4 +1,4 @@
-"""Imports of the library: only downward, in no circle, nothing private of JAX."""
+"""Imports of the library: only downward, in no circle, private ones of JAX in one file."""
 
 import ast
 import functools
@@ -98,12 +98,15 @@ def test_imports_by_string_and_jaxprs_have_one_place_and_every_package_says_what
         assert isinstance(getattr(zero_jax, name, ast), type(ast)), f"{name} hides a function"
 
 
-def test_models_import_nothing_from_the_library_and_nothing_imports_private_jax():
+def test_models_import_nothing_from_the_library_and_one_file_imports_private_jax():
     for path in (ROOT / "models").glob("*.py"):
         found = {i for i in imports(path) if i.startswith("zero_jax")}
         assert all(i.startswith("zero_jax.models.") for i in found), path
         assert "ZeRO" not in path.read_text(), path
     private = re.compile(r"^ *(from|import) +(jax\._src|jaxlib|jax +import +_src)", re.MULTILINE)
-    for folder in ("zero_jax", "models", "training", "tests"):
-        for path in (ROOT / folder).rglob("*.py"):
-            assert not private.search(path.read_text()), path
+    # cuDNN's kernel takes documents as offsets only there; else they are a mask of T² numbers.
+    exempt = LIBRARY / "context_parallel" / "cudnn.py"
+    paths = (
+        p for top in ("zero_jax", "models", "training", "tests") for p in (ROOT / top).rglob("*.py")
+    )
+    assert [path for path in paths if private.search(path.read_text())] == [exempt]

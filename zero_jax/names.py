@@ -5,6 +5,9 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
+# Scope of the loop over documents of a packed row after the first ones; compiled programs have it.
+FURTHER_DOCUMENTS = "further_documents"
+
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Returns the known name with this prefix, or else the most similar one.

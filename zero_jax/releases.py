@@ -30,3 +30,6 @@ NO_KERNEL = "No supported config found for HLO"
 BY_LIBRARY = "--xla_gpu_enable_triton_gemm=false"
 # True if JAX's coordination service can use mutual TLS: from jax 0.12 on.
 MUTUAL_TLS = "jax_mtls_ca_file" in jax.config.values
+# True if JAX multiplies cuDNN's offsets of keys by the keys' own number of heads. Before, attention
+# over packed rows is wrong if keys have fewer heads: https://github.com/jax-ml/jax/pull/39521.
+GROUPED_OFFSETS = jax.__version_info__ >= (0, 12)

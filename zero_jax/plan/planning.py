@@ -6,6 +6,7 @@ comes from the program that XLA compiled for the target: `hlo.Audit`. Both are d
 use.
 """
 
+import contextlib
 import dataclasses
 import math
 import pathlib
@@ -18,6 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, NamedSharding
 
+from zero_jax.context_parallel import cudnn
 from zero_jax.engine import parameters
 from zero_jax.engine.config import Config
 from zero_jax.engine.grads import LossFn
@@ -95,23 +97,25 @@ def of(
     args = (shapes, wrapped.init(shapes), _shapes(batch, mesh, batch_sharding(mesh)), *extras)
     # A mesh without devices or target is one of GPUs.
     of_gpus = isinstance(mesh, AbstractMesh) or on_gpu(mesh)
-    plan = _predict(step, args, of_gpus if aim is None else aim.platform == "cuda")
-    if aim is not None:
-        abstract = abstract_of(mesh)
-        audit = aot.compile_for(
-            *(aim, step.function, _shapes(args, abstract), abstract),
-            topology=topology,
-            options=step.compiler_options(*args) if aim.platform == "cuda" else {},
-            latencies=latencies,
-        )
-    elif not compile:
+    of_gpus = of_gpus if aim is None else aim.platform == "cuda"
+    with _attention_kernels_of(aim):
+        plan = _predict(step, args, of_gpus)
+        if aim is not None:
+            abstract = abstract_of(mesh)
+            audit = aot.compile_for(
+                *(aim, step.function, _shapes(args, abstract), abstract),
+                topology=topology,
+                options=step.compiler_options(*args) if of_gpus else {},
+                latencies=latencies,
+            )
+    if aim is None and not compile:
         return plan
-    elif isinstance(mesh, AbstractMesh):
+    if aim is None and isinstance(mesh, AbstractMesh):
         raise ValueError(
             "the mesh has no devices to compile for: set `target`, such as target='h100', "
             "or use zero_jax.make_mesh()"
         )
-    else:
+    if aim is None:
         audit = auditor.audit(step.lower(*args).compile(), dict(mesh.shape))
     known, time = aim, None
     if known is None and not isinstance(mesh, AbstractMesh):
@@ -119,6 +123,13 @@ def of(
     if known is not None and known.platform == "cuda" and audit.flops is not None:
         time = roofline.step_time(audit.program, audit.collectives, known, model_flops)
     return dataclasses.replace(plan, compiled=audit, target=aim, time=time)
+
+
+def _attention_kernels_of(target: Target | None) -> contextlib.AbstractContextManager[None]:
+    """Traces steps with the target's attention kernels; those of this machine without one."""
+    if target is None:
+        return contextlib.nullcontext()
+    return cudnn.compiling_for(target.platform, target.compute_capability)
 
 
 def _predict(step: TrainStep, args: tuple[PyTree, ...], of_gpus: bool) -> Plan:
