@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from .token_chunks import split, vary_alike
+
 # Of the embedding's gradient that a chunk of tokens makes at once.
 COLUMNS = 1024
 
@@ -36,28 +38,10 @@ def chunked_cross_entropy(
     Returns:
       The weighted sum of the tokens' losses and the sum of the weights, both fp32.
     """
-    M, D = x_MxD.shape
     weights_M = weights_M.astype(jnp.float32)
     weight = jnp.sum(weights_M)
-    count = max(1, -(-M // chunk))
-    rows = -(-M // count)  # equal chunks: M just over a multiple of `chunk` pads only a little
-    pad = count * rows - M
-    x_CxKxD = jnp.pad(x_MxD, ((0, pad), (0, 0))).reshape(count, rows, D)
-    labels_CxK = jnp.pad(labels_M, (0, pad)).reshape(count, rows)
-    weights_CxK = jnp.pad(weights_M, (0, pad)).reshape(count, rows)
-    return _cross_entropy(*_vary_alike(x_CxKxD, embed_VxD, labels_CxK, weights_CxK)), weight
-
-
-def _vary_alike(*arrays: jax.Array) -> list[jax.Array]:
-    # Inside jax.shard_map tokens differ from device to device and parameters may not. A custom
-    # gradient must vary as its argument does, so the difference is settled out here, where jax
-    # knows that it transposes to a sum. Anywhere else this does nothing.
-    varying = [jax.typeof(array).manual_axis_type.varying for array in arrays]  # jax >= 0.10
-    missing = [tuple(frozenset().union(*varying) - axes) for axes in varying]
-    return [
-        jax.lax.pcast(array, axes, to="varying") if axes else array
-        for array, axes in zip(arrays, missing, strict=True)
-    ]
+    x_CxKxD, labels_CxK, weights_CxK = (split(x, chunk) for x in (x_MxD, labels_M, weights_M))
+    return _cross_entropy(*vary_alike(x_CxKxD, embed_VxD, labels_CxK, weights_CxK)), weight
 
 
 def _token_losses(

@@ -17,6 +17,7 @@ from .decoder_config import DecoderConfig
 from .dims import named, residual, whole
 from .experts import Experts, Routed
 from .rotary import Table, rotate
+from .token_chunks import in_chunks
 
 STDDEV = 0.02  # of new matrices
 
@@ -114,7 +115,7 @@ class Block(nnx.Module):
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         # Two branches a layer add to the residual stream, whose variance this keeps near 1.
         out_stddev = STDDEV / (2 * config.layers) ** 0.5
-        self.post_norms = config.post_norms
+        self.post_norms, self.mlp_chunk = config.post_norms, config.mlp_chunk
         self.attn_norm, self.mlp_norm = (Norm(config.width, config, rngs) for _ in range(2))
         self.attn = Attention(config, out_stddev, rngs)
         self.mlp = (MLP if config.mixture is None else Experts)(config, out_stddev, rngs)
@@ -138,11 +139,12 @@ class Block(nnx.Module):
                 mixed_BxTxD = self.attn_post_norm(whole(mixed_BxTxD))
             x_BxTxD = x_BxTxD + residual(mixed_BxTxD)
         with jax.named_scope("mlp"):
-            given_BxTxD, routed = whole(self.mlp_norm(x_BxTxD)), None
+            routed, post_norms = None, [self.mlp_post_norm] if self.post_norms else []
             if isinstance(self.mlp, Experts):
-                out_BxTxD, routed = self.mlp(given_BxTxD)
+                out_BxTxD, routed = self.mlp(whole(self.mlp_norm(x_BxTxD)))
+                for norm in post_norms:
+                    out_BxTxD = norm(whole(out_BxTxD))
             else:
-                out_BxTxD = self.mlp(given_BxTxD)
-            if self.post_norms:
-                out_BxTxD = self.mlp_post_norm(whole(out_BxTxD))
+                modules = [self.mlp_norm, self.mlp, *post_norms]
+                out_BxTxD = in_chunks(modules, x_BxTxD, self.mlp_chunk)
             return residual(x_BxTxD + residual(out_BxTxD)), routed

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from .gpt_config import ATTENTION
+from .gpt_config import ATTENTION, check_chunk
 
 ACTIVATIONS = ("silu", "gelu")
 
@@ -105,6 +105,8 @@ class DecoderConfig:
       attention: "cudnn", "xla" (in blocks of queries), or "auto": cuDNN on a GPU if dtype and
         head dim allow it.
       loss_chunk: Tokens whose logits exist at once, loss_chunk * vocab * 4 bytes.
+      mlp_chunk: Tokens of a device whose MLP activations exist at once, computed again in the
+        backward pass; None for all. For long rows, for example 4096.
 
     Raises:
       ValueError: A field is out of range, or fields contradict each other.
@@ -136,12 +138,19 @@ class DecoderConfig:
     query_scale: float | None = None
     attention: str = "auto"
     loss_chunk: int = 1024
+    mlp_chunk: int | None = None
 
     def __post_init__(self) -> None:
         sizes = ("layers", "width", "heads", "kv_heads", "head_dim", "hidden", "vocab", "seq")
         for name in (*sizes, "loss_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}`={getattr(self, name)}: at least 1 is required")
+        check_chunk(self.mlp_chunk)
+        if self.mixture is not None and self.mlp_chunk is not None:
+            raise ValueError(
+                f"`mlp_chunk`={self.mlp_chunk}, but experts take the tokens of a whole row: leave "
+                "it out"
+            )
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"`kv_heads`={self.kv_heads} must divide `heads`={self.heads}: each head of keys "

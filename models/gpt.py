@@ -35,6 +35,7 @@ from .gpt_config import flops_per_token as flops_per_token
 from .gpt_config import num_params as num_params
 from .gpt_config import preset as preset
 from .next_token import loss as loss
+from .token_chunks import in_chunks
 
 _Arrays = TypeVar("_Arrays", bound=tuple[Any, ...])
 
@@ -130,7 +131,7 @@ class Block(nnx.Module):
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
         # Two branches a layer add to the residual stream, whose variance this keeps near 1.
         out_stddev = 0.02 / (2 * config.layers) ** 0.5
-        self.rate = config.dropout
+        self.rate, self.mlp_chunk = config.dropout, config.mlp_chunk
         self.ln1 = layer_norm(config.width, rngs)
         self.attn = Attention(config, out_stddev, rngs)
         self.ln2 = layer_norm(config.width, rngs)
@@ -148,7 +149,7 @@ class Block(nnx.Module):
             mixed_BxTxD = residual(self.attn(whole(self.ln1(x_BxTxD)), segments_BxT))
             x_BxTxD = x_BxTxD + _dropout(mixed_BxTxD, self.rate, attn_key)
         with jax.named_scope("mlp"):
-            out_BxTxD = residual(self.mlp(whole(self.ln2(x_BxTxD))))
+            out_BxTxD = residual(in_chunks([self.ln2, self.mlp], x_BxTxD, self.mlp_chunk))
             return residual(x_BxTxD + _dropout(out_BxTxD, self.rate, mlp_key))
 
 

@@ -26,6 +26,8 @@ class GPTConfig:
       attention: "cudnn", "xla" (in blocks of queries), or "auto": cuDNN on a GPU if dtype and
         head dim allow it.
       loss_chunk: Tokens whose logits exist at once, loss_chunk * vocab * 4 bytes.
+      mlp_chunk: Tokens of a device whose MLP activations exist at once, computed again in the
+        backward pass; None for all. For long rows, for example 4096.
 
     Raises:
       ValueError: A field is out of range, or `heads` does not divide `width`.
@@ -39,11 +41,13 @@ class GPTConfig:
     dropout: float = 0.0
     attention: str = "auto"
     loss_chunk: int = 1024
+    mlp_chunk: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "vocab", "seq", "loss_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}`={getattr(self, name)}: at least 1 is required")
+        check_chunk(self.mlp_chunk)
         if self.width % self.heads:
             raise ValueError(
                 f"`heads`={self.heads} must divide `width`={self.width}, and leaves a remainder "
@@ -60,6 +64,12 @@ class GPTConfig:
                 f'`attention`={self.attention!r}: use one of {ATTENTION}; "auto" picks one for '
                 "the device"
             )
+
+
+def check_chunk(mlp_chunk: int | None) -> None:
+    """Raises ValueError for a chunk without tokens."""
+    if mlp_chunk is not None and mlp_chunk < 1:
+        raise ValueError(f"`mlp_chunk`={mlp_chunk}: at least 1 is required, or None for all tokens")
 
 
 def _config(layers: int, width: int, heads: int) -> GPTConfig:

@@ -273,6 +273,7 @@ def _saved(config: DecoderConfig) -> DecoderConfig:
         mixture=mixture,
         attention="auto",
         loss_chunk=1024,
+        mlp_chunk=None,
     )
 
 

@@ -129,7 +129,7 @@ def _kept(jaxpr: jex.Jaxpr, pure: set[jex.Var], policy: Remat) -> dict[int, Plac
 
 def _residuals(jaxpr: jex.Jaxpr, pure: set[jex.Var], results: int) -> dict[int, Place]:
     """Returns the place of each equation whose results the backward pass reads."""
-    read = {v for v in jaxpr.outvars[results:] if v not in pure}
+    read = {v for v in jaxpr.outvars[results:] if equations.is_var(v) and v not in pure}
     return equations.by_equation(
         jaxpr, lambda eqn: None if read.isdisjoint(eqn.outvars) else policies.DEVICE
     )
