@@ -39,13 +39,14 @@ def in_chunks(modules: Sequence[Module], x_BxTxD: jax.Array, chunk: int | None) 
         return _run(modules, x_BxTxD)
     graphs, weights = zip(*map(nnx.split, modules), strict=True)
 
-    def apply(x_KxD: jax.Array, weights: Any) -> jax.Array:
-        return _run([*map(nnx.merge, graphs, weights)], x_KxD[None])[0]
+    def apply(x_1xKxD: jax.Array, weights: Any) -> jax.Array:
+        return _run([*map(nnx.merge, graphs, weights)], x_1xKxD)
 
     leaves, tree = jax.tree.flatten(weights)
-    x_CxKxD, *leaves = vary_alike(split(whole(x_BxTxD).reshape(tokens, D), chunk), *leaves)
-    out_CxKxD = _map(apply, x_CxKxD, jax.tree.unflatten(tree, leaves))
-    return out_CxKxD.reshape(-1, D)[:tokens].reshape(x_BxTxD.shape)
+    x_CxKxD = split(whole(x_BxTxD).reshape(tokens, D), chunk)
+    x_Cx1xKxD, *leaves = vary_alike(jnp.expand_dims(x_CxKxD, 1), *leaves)
+    out_Cx1xKxD = _map(apply, x_Cx1xKxD, jax.tree.unflatten(tree, leaves))
+    return out_Cx1xKxD.reshape(-1, D)[:tokens].reshape(x_BxTxD.shape)
 
 
 def _run(modules: Sequence[Module], x_BxTxD: jax.Array) -> jax.Array:
@@ -84,34 +85,34 @@ def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
     ]
 
 
+Apply = Callable[[jax.Array, Any], jax.Array]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _map(apply: Callable[..., jax.Array], x_CxKxD: jax.Array, weights: Any) -> jax.Array:
-    return jax.lax.map(lambda x_KxD: apply(x_KxD, weights), x_CxKxD)
+def _map(apply: Apply, x_Cx1xKxD: jax.Array, weights: Any) -> jax.Array:
+    return jax.lax.map(lambda x_1xKxD: apply(x_1xKxD, weights), x_Cx1xKxD)
 
 
-def _map_fwd(
-    apply: Callable[..., jax.Array], x_CxKxD: jax.Array, weights: Any
-) -> tuple[jax.Array, Any]:
-    return _map(apply, x_CxKxD, weights), (x_CxKxD, weights)
+def _map_fwd(apply: Apply, x_Cx1xKxD: jax.Array, weights: Any) -> tuple[jax.Array, Any]:
+    return _map(apply, x_Cx1xKxD, weights), (x_Cx1xKxD, weights)
 
 
-def _map_bwd(
-    apply: Callable[..., jax.Array], kept: Any, dout_CxKxD: jax.Array
-) -> tuple[jax.Array, Any]:
-    x_CxKxD, weights = kept
+def _map_bwd(apply: Apply, kept: Any, dout_Cx1xKxD: jax.Array) -> tuple[jax.Array, Any]:
+    x_Cx1xKxD, weights = kept
 
     def body(sums: Any, chunk: Any) -> tuple[Any, jax.Array]:
-        x_KxD, dout_KxD = chunk
-        dx_KxD, own = jax.vjp(apply, x_KxD, weights)[1](dout_KxD)
-        return jax.tree.map(lambda total, dw: total + dw.astype(total.dtype), sums, own), dx_KxD
+        x_1xKxD, dout_1xKxD = chunk
+        dx_1xKxD, own = jax.vjp(apply, x_1xKxD, weights)[1](dout_1xKxD)
+        return jax.tree.map(lambda total, dw: total + dw.astype(total.dtype), sums, own), dx_1xKxD
 
-    # JAX would sum gradients of what a loop reads in its dtype: in bf16 a sum of many chunks
-    # stops to grow.
-    zeros = jax.tree.map(
-        lambda w: jnp.full_like(w, 0, dtype=jnp.promote_types(w.dtype, jnp.float32)), weights
-    )
-    sums, dx_CxKxD = jax.lax.scan(body, zeros, (x_CxKxD, dout_CxKxD))
-    return dx_CxKxD, jax.tree.map(lambda total, w: total.astype(w.dtype), sums, weights)
+    def zeros(weight: jax.Array) -> jax.Array:
+        return jnp.full_like(weight, 0, dtype=jnp.promote_types(weight.dtype, jnp.float32))
+
+    # JAX sums the gradients of a loop's constants in their own dtype. In bf16 such a sum stops
+    # growing: 512 chunks of coherent gradients were 25 % off, in fp32 0.2 % like all at once.
+    scanned = x_Cx1xKxD, dout_Cx1xKxD
+    sums, dx_Cx1xKxD = jax.lax.scan(body, jax.tree.map(zeros, weights), scanned)
+    return dx_Cx1xKxD, jax.tree.map(lambda total, w: total.astype(w.dtype), sums, weights)
 
 
 _map.defvjp(_map_fwd, _map_bwd)

@@ -79,15 +79,26 @@ def seven_layers(reverse=True):
     return Problem(lambda: jax.random.normal(jax.random.key(0), (7, WIDTH, WIDTH)) / 4, loss, X)
 
 
+def padded_problem():
+    """The padding is a constant that the backward pass reads."""
+
+    def loss(params, x):
+        layer = lambda x, w: (jnp.pad(jnp.tanh(x @ w), ((0, 3), (0, 0)))[: len(x)], None)  # noqa: E731
+        return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+    return Problem(lambda: jax.random.normal(jax.random.key(0), (2, WIDTH, WIDTH)) / 4, loss, X)
+
+
 MAKERS = {"plain": plain_problem, "scanned": scanned_problem, "gpt": gpt_problem}
 MAKERS |= {"seven": functools.partial(seven_layers, False), "seven reversed": seven_layers}
+MAKERS["padded"] = padded_problem
 MAKERS["wide gpt"] = functools.partial(gpt_problem, WIDE)
 problem = functools.cache(lambda name: MAKERS[name]())
 plain = functools.cache(lambda name: train_plain(problem(name), TX, 3))
 
 CASES = [
     ("plain", 2, "block_sqrt"), ("plain", 3, "block@host"), ("seven", 3, "block_sqrt"),
-    ("seven reversed", 2, "block_sqrt"),
+    ("seven reversed", 2, "block_sqrt"), ("padded", 3, "none"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("plain", 1, "names:h"), ("plain", 3, "dots"), ("gpt", 3, "block@host"),
         ("scanned", 1, "block_sqrt"), ("scanned", 2, "dots"), ("wide gpt", 3, "block_sqrt"))),
