@@ -3,12 +3,18 @@
 Shapes: B batch, T tokens of a row, N heads of queries, M of keys and values, H head dim.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from .attention import causal_attention
+
+# Attention that replaces `attend`: called with queries, keys and values by position, and by keyword
+# `segment_ids`, `window`, `scale`, and `implementation` if it is chosen.
+AttentionFn = Callable[..., jax.Array]
 
 LARGEST_HEAD = 128  # whose gradient cuDNN's kernel has on every GPU that JAX runs on
 # JAX gives cuDNN the documents of a packed row as a bf16 bias of (B, 1, T, T): 34 MB a row of 4,096
@@ -49,15 +55,16 @@ def attend(
     q_BxTxNxH: jax.Array,
     k_BxTxMxH: jax.Array,
     v_BxTxMxH: jax.Array,
-    segments_BxT: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
     *,
     implementation: str = "auto",
     window: int | None = None,
     scale: float | None = None,
 ) -> jax.Array:
-    """Returns causal attention, (B, T, N, H); arguments as for `causal_attention`.
+    """Returns causal attention, (B, T, N, H); other arguments as for `causal_attention`.
 
     Args:
+      segment_ids: Numbers (B, T) of documents that share a row; a position sees its own alone.
       implementation: "cudnn", "xla" (in blocks of queries), or "auto": on a GPU the one that
         `kernel_for` returns, elsewhere "xla". With segments "cudnn" holds 2·T² bytes a row.
 
@@ -68,11 +75,11 @@ def attend(
     T, H = q_BxTxNxH.shape[1], q_BxTxNxH.shape[-1]
     window = None if window is None or window >= T else window
     if implementation == "auto" and jax.default_backend() == "gpu":
-        implementation, _ = kernel_for(q_BxTxNxH.dtype, H, T, packed=segments_BxT is not None)
+        implementation, _ = kernel_for(q_BxTxNxH.dtype, H, T, packed=segment_ids is not None)
     if implementation == "cudnn":
         mask = None
-        if segments_BxT is not None:
-            mask = segments_BxT[:, None, :, None] == segments_BxT[:, None, None]
+        if segment_ids is not None:
+            mask = segment_ids[:, None, :, None] == segment_ids[:, None, None]
         return jax.nn.dot_product_attention(
             *(q_BxTxNxH, k_BxTxMxH, v_BxTxMxH),
             mask=mask,
@@ -81,5 +88,12 @@ def attend(
             local_window_size=None if window is None else (window - 1, 0),
             implementation="cudnn",
         )
-    given = q_BxTxNxH, k_BxTxMxH, v_BxTxMxH, segments_BxT
+    given = q_BxTxNxH, k_BxTxMxH, v_BxTxMxH, segment_ids
     return causal_attention(*given, window=window, scale=scale)
+
+
+def with_kernel(attention_fn: AttentionFn, implementation: str) -> AttentionFn:
+    """Returns attention by this implementation; "auto" is the choice of `attention_fn`."""
+    if implementation == "auto":
+        return attention_fn
+    return functools.partial(attention_fn, implementation=implementation)

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from .attend import AttentionFn
 from .decoder_block import STDDEV, Block, Norm
 from .decoder_config import DecoderConfig as DecoderConfig
 from .decoder_config import Mixture as Mixture
@@ -46,11 +47,13 @@ class Head(nnx.Module):
 class Decoder(nnx.Module):
     """A decoder whose `blocks` hold every layer's parameters, stacked as (L, ...)."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(
+        self, config: DecoderConfig, rngs: nnx.Rngs, attention_fn: AttentionFn | None = None
+    ):
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap
         def stacked(rngs: nnx.Rngs) -> Block:
-            return Block(config, rngs)
+            return Block(config, rngs, attention_fn)
 
         self.config = config
         self.embed = nnx.Embed(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from .attend import attend
+from .attend import AttentionFn, attend, with_kernel
 from .decoder_config import DecoderConfig
 from .dims import named, residual, whole
 from .experts import Experts, Routed
@@ -50,10 +50,16 @@ def _linear(
 class Attention(nnx.Module):
     """Causal self-attention in which N / M heads of queries share a head of keys and values."""
 
-    def __init__(self, config: DecoderConfig, out_stddev: float, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        out_stddev: float,
+        rngs: nnx.Rngs,
+        attention_fn: AttentionFn | None = None,
+    ):
         D, H, bias = config.width, config.head_dim, config.qkv_bias
         columns = ("embed", "heads")
-        self.config = config
+        self.config, self.attention_fn = config, attention_fn or attend
         self.q = _linear(D, config.heads * H, columns, bias, STDDEV, rngs)
         self.k = _linear(D, config.kv_heads * H, columns, bias, STDDEV, rngs)
         self.v = _linear(D, config.kv_heads * H, columns, bias, STDDEV, rngs)
@@ -86,11 +92,16 @@ class Attention(nnx.Module):
     def _mix(self, slides: jax.Array | None, *given: Any) -> jax.Array:
         """Attention with the layer's window; where layers differ, of two programs one runs."""
         config = self.config
-        how = functools.partial(attend, implementation=config.attention, scale=config.query_scale)
-        sliding = functools.partial(how, window=config.window)
+        attention = with_kernel(self.attention_fn, config.attention)
+
+        def mix(window: int | None, q: Any, k: Any, v: Any, segments_BxT: Any) -> jax.Array:
+            how = {"window": window, "scale": config.query_scale}
+            return attention(q, k, v, segment_ids=segments_BxT, **how)
+
+        sliding, full = (functools.partial(mix, window) for window in (config.window, None))
         if slides is None:
             return sliding(*given)
-        return jax.lax.cond(slides, sliding, how, *given)
+        return jax.lax.cond(slides, sliding, full, *given)
 
 
 class MLP(nnx.Module):
@@ -112,12 +123,14 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """One layer: attention, then the MLP, each on a normalised residual stream."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(
+        self, config: DecoderConfig, rngs: nnx.Rngs, attention_fn: AttentionFn | None = None
+    ):
         # Two branches a layer add to the residual stream, whose variance this keeps near 1.
         out_stddev = STDDEV / (2 * config.layers) ** 0.5
         self.post_norms, self.mlp_chunk = config.post_norms, config.mlp_chunk
         self.attn_norm, self.mlp_norm = (Norm(config.width, config, rngs) for _ in range(2))
-        self.attn = Attention(config, out_stddev, rngs)
+        self.attn = Attention(config, out_stddev, rngs, attention_fn)
         self.mlp = (MLP if config.mixture is None else Experts)(config, out_stddev, rngs)
         if config.post_norms:
             self.attn_post_norm, self.mlp_post_norm = (

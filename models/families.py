@@ -5,6 +5,7 @@ from typing import Any
 
 from flax import nnx
 
+from .attend import AttentionFn
 from .decoder import Decoder
 from .decoder_config import DecoderConfig
 from .decoder_config import flops_per_token as flops_of_decoder
@@ -61,9 +62,19 @@ def with_capacity(config: Config, capacity: float | None) -> Config:
     return dataclasses.replace(config, mixture=dataclasses.replace(mixture, capacity=capacity))
 
 
-def build(config: Config, rngs: nnx.Rngs) -> Model:
-    """Builds the model of a config, with new parameters."""
-    return GPT(config, rngs) if isinstance(config, GPTConfig) else Decoder(config, rngs)
+def build(config: Config, rngs: nnx.Rngs, attention_fn: AttentionFn | None = None) -> Model:
+    """Builds the model of a config, with new parameters.
+
+    Args:
+      config: Config of the model.
+      rngs: Keys of the parameters.
+      attention_fn: Causal attention in place of the model's, for example `zero_jax.attention`. It
+        is called as `attention_fn(query, key, value, segment_ids=..., window=..., scale=...)`, with
+        `implementation=config.attention` too unless that is "auto".
+    """
+    if isinstance(config, GPTConfig):
+        return GPT(config, rngs, attention_fn)
+    return Decoder(config, rngs, attention_fn)
 
 
 def num_params(config: Config) -> int:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from .attend import attend
+from .attend import AttentionFn, attend, with_kernel
 from .cross_entropy import chunked_cross_entropy as chunked_cross_entropy
 from .dims import named, residual, whole
 from .generate import generate as generate
@@ -74,13 +74,20 @@ def _split(key: jax.Array | None, num: int) -> Any:
 
 
 class Attention(nnx.Module):
-    """Causal self-attention of `heads` heads, by cuDNN's kernel or in blocks of queries.
+    """Causal self-attention of `heads` heads, by `attention_fn`.
 
     The columns of `qkv` are ordered (heads, 3, H), so that a part of them is whole heads.
     """
 
-    def __init__(self, config: GPTConfig, out_stddev: float, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: GPTConfig,
+        out_stddev: float,
+        rngs: nnx.Rngs,
+        attention_fn: AttentionFn | None = None,
+    ):
         self.heads = config.heads
+        self.attention_fn = attention_fn or attend
         self.implementation = config.attention
         self.qkv = _linear(config.width, 3 * config.width, 0.02, ("embed", "heads"), rngs)
         self.proj = _linear(config.width, config.width, out_stddev, ("heads", "embed"), rngs)
@@ -92,9 +99,8 @@ class Attention(nnx.Module):
             qkv_BxTxNx3xH, ("batch", "length", "heads", None, None)
         )
         q_BxTxNxH, k_BxTxNxH, v_BxTxNxH = jnp.unstack(qkv_BxTxNx3xH, axis=3)
-        mixed_BxTxNxH = attend(
-            *(q_BxTxNxH, k_BxTxNxH, v_BxTxNxH, segments_BxT), implementation=self.implementation
-        )
+        attention = with_kernel(self.attention_fn, self.implementation)
+        mixed_BxTxNxH = attention(q_BxTxNxH, k_BxTxNxH, v_BxTxNxH, segment_ids=segments_BxT)
         mixed_BxTxNxH = nn.with_logical_constraint(
             mixed_BxTxNxH, ("batch", "length", "heads", None)
         )
@@ -128,12 +134,12 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """One pre-norm layer; a key of None makes it deterministic."""
 
-    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs, attention_fn: AttentionFn | None = None):
         # Two branches a layer add to the residual stream, whose variance this keeps near 1.
         out_stddev = 0.02 / (2 * config.layers) ** 0.5
         self.rate, self.mlp_chunk = config.dropout, config.mlp_chunk
         self.ln1 = layer_norm(config.width, rngs)
-        self.attn = Attention(config, out_stddev, rngs)
+        self.attn = Attention(config, out_stddev, rngs, attention_fn)
         self.ln2 = layer_norm(config.width, rngs)
         self.mlp = MLP(config, out_stddev, rngs)
 
@@ -159,11 +165,11 @@ class GPT(nnx.Module):
     All its variables are `nnx.Param`: dropout keys are arguments, not state.
     """
 
-    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs, attention_fn: AttentionFn | None = None):
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap
         def stacked(rngs: nnx.Rngs) -> Block:
-            return Block(config, rngs)
+            return Block(config, rngs, attention_fn)
 
         self.config = config
         self.wte = _embed(config.vocab, config.width, "vocab", rngs)

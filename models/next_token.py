@@ -19,25 +19,30 @@ def loss(
     segments_BxT: jax.Array | None = None,
     positions_BxT: jax.Array | None = None,
     dropout_key: jax.Array | None = None,
+    labels_BxT: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the next-token cross entropy as (sum, weight), both fp32; the mean is their ratio.
 
     Args:
       model: A `gpt.GPT` or a `decoder.Decoder`.
-      tokens_BxT1: Rows of T + 1 tokens. The first T are inputs, the last T are labels.
+      tokens_BxT1: Rows of T + 1 tokens. The first T are inputs, the last T are labels. With
+        `labels_BxT`, rows of T inputs.
       mask_BxT: Weights of the labels; None means all one.
       segments_BxT: Document numbers of the inputs, for packed rows; a token attends within its
         document.
       positions_BxT: Positions of the inputs in their document; by default in the row.
       dropout_key: A typed PRNG key, for a model with dropout; None is deterministic.
+      labels_BxT: The next token of each input. Context parallelism requires it, because a device
+        has a part of each row.
 
     Raises:
       ValueError: A shape does not fit, or the rows are too long for the model.
     """
-    labels_BxT = tokens_BxT1[:, 1:]
-    weights_BxT = _weights(labels_BxT, mask_BxT, segments_BxT, positions_BxT)
+    inputs_BxT, labels_BxT, weights_BxT = _shifted(
+        tokens_BxT1, labels_BxT, mask_BxT, segments_BxT, positions_BxT
+    )
     more = {} if dropout_key is None else {"dropout_key": dropout_key}
-    x_BxTxD = model.hidden(tokens_BxT1[:, :-1], segments_BxT, positions_BxT, **more)
+    x_BxTxD = model.hidden(inputs_BxT, segments_BxT, positions_BxT, **more)
     return _cross_entropy(model, x_BxTxD, labels_BxT, weights_BxT)
 
 
@@ -47,6 +52,7 @@ def routed_loss(
     mask_BxT: jax.Array | None = None,
     segments_BxT: jax.Array | None = None,
     positions_BxT: jax.Array | None = None,
+    labels_BxT: jax.Array | None = None,
 ) -> tuple[tuple[jax.Array, jax.Array], Routed]:
     """Returns the training loss of a model with experts, and the statistics of its routers.
 
@@ -56,6 +62,7 @@ def routed_loss(
       mask_BxT: See `loss`.
       segments_BxT: See `loss`.
       positions_BxT: See `loss`.
+      labels_BxT: See `loss`.
 
     Returns:
       ((sum, weight), routed). The sum adds the load-balancing loss and the router z-loss to the
@@ -68,9 +75,10 @@ def routed_loss(
     mixture = model.config.mixture
     if mixture is None:
         raise ValueError("the model has no experts: use loss")
-    labels_BxT = tokens_BxT1[:, 1:]
-    weights_BxT = _weights(labels_BxT, mask_BxT, segments_BxT, positions_BxT)
-    x_BxTxD, routed = model.routed(tokens_BxT1[:, :-1], segments_BxT, positions_BxT)
+    inputs_BxT, labels_BxT, weights_BxT = _shifted(
+        tokens_BxT1, labels_BxT, mask_BxT, segments_BxT, positions_BxT
+    )
+    x_BxTxD, routed = model.routed(inputs_BxT, segments_BxT, positions_BxT)
     assert routed is not None
     total, weight = _cross_entropy(model, x_BxTxD, labels_BxT, weights_BxT)
     balance_B, z_B = routed.balance_B.mean(0), routed.z_B.mean(0)
@@ -79,26 +87,33 @@ def routed_loss(
     return (total, weight), Routed(balance_B, z_B, routed.dropped_B.sum(0))
 
 
-def _weights(
-    labels_BxT: jax.Array,
+def _shifted(
+    tokens_BxT1: jax.Array,
+    labels_BxT: jax.Array | None,
     mask_BxT: jax.Array | None,
     segments_BxT: jax.Array | None,
     positions_BxT: jax.Array | None,
-) -> jax.Array:
-    """Returns the weights of the labels.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns inputs, labels and the weights of the labels, (B, T) each.
 
     Raises:
       ValueError: A shape does not fit.
     """
-    others = {"mask": mask_BxT, "segments": segments_BxT, "positions": positions_BxT}
-    for name, given in others.items():
-        if given is not None and given.shape != labels_BxT.shape:
-            B, T = labels_BxT.shape
+    B, T = tokens_BxT1.shape
+    if labels_BxT is None:
+        T -= 1
+    names = ("labels", "mask", "segments", "positions")
+    arrays = (labels_BxT, mask_BxT, segments_BxT, positions_BxT)
+    for name, array in zip(names, arrays, strict=True):
+        if array is not None and array.shape != (B, T):
             raise ValueError(
-                f"`{name}_BxT` has shape {given.shape}. Rows of T + 1 tokens {(B, T + 1)} need "
-                f"(B, T) = {(B, T)}: one value for each predicted token, for example mask[:, 1:]"
+                f"`{name}_BxT` has shape {array.shape}, and inputs have (B, T) = {(B, T)}: give "
+                "one value for each predicted token, for example mask[:, 1:]"
             )
-    return jnp.ones(labels_BxT.shape) if mask_BxT is None else mask_BxT
+    known_BxT = tokens_BxT1[:, 1:] if labels_BxT is None else labels_BxT
+    weights_BxT = jnp.ones((B, T)) if mask_BxT is None else mask_BxT
+    inputs_BxT = tokens_BxT1[:, :-1] if labels_BxT is None else tokens_BxT1
+    return inputs_BxT, known_BxT, weights_BxT
 
 
 def _cross_entropy(

@@ -6,6 +6,8 @@ With LoRA the parameters are those of `adapters.lora`: a frozen base and trained
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +16,24 @@ from flax import nnx
 from zero_jax.adapters.lora import Adapted, Lora
 from zero_jax.engine.losses import Weighted
 from zero_jax.models import families
+from zero_jax.models.attend import AttentionFn
 from zero_jax.sharding import paths
 from zero_jax.sharding.paths import PyTree
+
+_OTHERS = ("mask", "segments", "positions")  # arrays beside tokens, in the order of a tuple
+
+
+def shifted(rows: Sequence[Any]) -> dict[str, Any]:
+    """Returns a batch (tokens, mask, segments, positions) with inputs and labels for tokens.
+
+    Tokens are rows of T + 1, inputs and labels of T. The last arrays may be missing.
+
+    >>> shifted([jnp.array([[3, 1, 2]])])["labels"].tolist()
+    [[1, 2]]
+    """
+    tokens, *others = rows
+    named = dict(zip(_OTHERS, others, strict=False))
+    return {"inputs": tokens[:, :-1], "labels": tokens[:, 1:], **named}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +43,12 @@ class TextModel:
     Attributes:
       config: Config of `models.families`.
       lora: Adapters to train; None trains the model.
+      attention_fn: Attention of `families.build`.
     """
 
     config: families.Config
     lora: Lora | None = None
+    attention_fn: AttentionFn | None = None
 
     def __post_init__(self) -> None:
         # Made at once: within the trace of a step Flax would place its variables on the mesh.
@@ -36,7 +56,7 @@ class TextModel:
 
     @functools.cached_property
     def graphdef(self) -> nnx.GraphDef[families.Model]:
-        return nnx.graphdef(nnx.eval_shape(lambda: families.build(self.config, nnx.Rngs(0))))
+        return nnx.graphdef(nnx.eval_shape(lambda: self._build(0)))
 
     def model(self, params: PyTree) -> families.Model:
         """Returns the model with these parameters, without adapters."""
@@ -45,7 +65,10 @@ class TextModel:
 
     def own(self, key: jax.Array | int = 0) -> PyTree:
         """Returns new parameters of the model without adapters."""
-        return nnx.state(families.build(self.config, nnx.Rngs(key)), nnx.Param)
+        return nnx.state(self._build(key), nnx.Param)
+
+    def _build(self, key: jax.Array | int) -> families.Model:
+        return families.build(self.config, nnx.Rngs(key), self.attention_fn)
 
     @functools.cached_property
     def adapted(self) -> Adapted | None:
@@ -69,8 +92,11 @@ class TextModel:
         return self.own(key) if self.adapted is None else self.adapted.init(self.own)(key)
 
     def loss(self, params: PyTree, batch: PyTree) -> Weighted:
-        """Returns the cross entropy of tokens, or of (tokens, mask, segments, positions)."""
-        batch = batch if isinstance(batch, tuple) else (batch,)
+        """Returns the cross entropy of a batch.
+
+        It is rows of T + 1 tokens, (tokens, mask, segments, positions), or the result of `shifted`,
+        which a mesh with a context axis requires.
+        """
         fn = self._own_loss if self.adapted is None else self.adapted.loss
         made: Weighted = fn(params, batch)
         return made
@@ -84,12 +110,13 @@ class TextModel:
         """Returns the minimised loss; with experts, including that of routers, and statistics."""
         if not self.routes:
             return self.loss(params, batch)
-        batch = batch if isinstance(batch, tuple) else (batch,)
-        pair, routed = families.routed_loss(self.model(params), *batch)
+        rows, more = _arguments(batch)
+        pair, routed = families.routed_loss(self.model(params), *rows, **more)
         return Weighted(*pair), routed
 
-    def _own_loss(self, params: PyTree, batch: tuple[jax.Array, ...]) -> Weighted:
-        return Weighted(*families.loss(self.model(params), *batch))
+    def _own_loss(self, params: PyTree, batch: PyTree) -> Weighted:
+        rows, more = _arguments(batch)
+        return Weighted(*families.loss(self.model(params), *rows, **more))
 
     def flops_per_token(self, tokens: int) -> float:
         """Returns the model FLOPs of one token of a row.
@@ -104,3 +131,11 @@ class TextModel:
         frozen += self.config.vocab * self.config.width
         shapes = jax.eval_shape(self.make)["lora"]
         return flops - 2 * frozen + 6 * sum(x.size for x in jax.tree.leaves(shapes))
+
+
+def _arguments(batch: PyTree) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a batch as arguments of `families.loss`, after the model."""
+    if isinstance(batch, Mapping):
+        rows = (batch["inputs"], *map(batch.get, _OTHERS))
+        return rows, {"labels_BxT": batch["labels"]}
+    return batch if isinstance(batch, tuple) else (batch,), {}
