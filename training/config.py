@@ -17,7 +17,6 @@ from zero_jax.commands.settings import (
     LoraSettings,
     ModelSettings,
     ZeroSettings,
-    mesh_sizes,
     with_paper_config,
 )
 from zero_jax.engine.config import AUTO
@@ -40,7 +39,7 @@ class RunSettings:
         None, "Folder of the run (default: the next free runs/NNN).", metavar="FOLDER"
     )
     export_dir: str | None = setting(
-        None, "Write the final transformers model, adapters merged.", metavar="FOLDER"
+        None, "Export the transformers model, adapters merged.", metavar="FOLDER"
     )
     lora_init_from: str | None = setting(
         None, "PEFT adapters to start from, of the rank in --lora-rank.", metavar="FOLDER"
@@ -212,7 +211,7 @@ def resolve(config: Config) -> Config:
             f"--profile traces steps {FIRST_TRACED} to {LAST_TRACED}, which "
             f"--max-steps {config.max_steps} does not reach: use --max-steps {LAST_TRACED} or more"
         )
-    if "partitioned" in config.remat and "model" not in mesh_sizes(config.mesh):
+    if "partitioned" in config.remat and "model" not in config.axes():
         name = "paper_config" if config.paper_config else "remat"
         raise ValueError(
             f"{flag(name)} {getattr(config, name)} shards saved activations over a model axis, and "

@@ -18,7 +18,7 @@ from training.preemption import Stopped
 from training.run import run
 from training.supervise import FAILED, INTERRUPTED, NOT_JOINED, VARIABLE, WRONG, supervise
 from zero_jax.commands.command_line import flag
-from zero_jax.commands.settings import DEVICES, mesh_sizes
+from zero_jax.commands.settings import DEVICES, mesh_text
 from zero_jax.distributed.initialize import launched_processes
 from zero_jax.distributed.rendezvous import JoinError
 from zero_jax.distributed.watchdog import EXIT_CODE
@@ -30,8 +30,8 @@ MAX_SIMULATED = 1024  # CPU devices of a process; each has a thread pool
 
 def cpu_devices(config: Config) -> int:
     """Returns the number of CPU devices to simulate on a machine without GPUs."""
-    sizes = mesh_sizes(config.mesh).values()
-    return config.devices or (math.prod(sizes) if config.mesh else DEVICES)
+    sizes = config.axes()
+    return config.devices or (math.prod(sizes.values()) if sizes else DEVICES)
 
 
 def join(config: Config) -> None:
@@ -39,13 +39,14 @@ def join(config: Config) -> None:
     count = config.num_processes or launched_processes()
     devices = cpu_devices(config)
     # Without `data` in --mesh, that axis takes the remaining devices.
-    known = config.devices is not None or "data" in mesh_sizes(config.mesh)
+    known = config.devices is not None or "data" in config.axes()
     if known and devices % count:
         more = (devices // count + 1) * count
         raise ValueError(f"{devices} devices in {count} processes: use --devices {more}")
     each = max(1, devices // count)
     if each > MAX_SIMULATED:
-        asked = f"--devices {config.devices}" if config.devices else f"--mesh {config.mesh}"
+        axes = f"--mesh {mesh_text(config.axes())}"
+        asked = f"--devices {config.devices}" if config.devices else axes
         raise ValueError(
             f"{asked} is {each} devices for each of {count} processes: use at most {MAX_SIMULATED}"
         )

@@ -16,6 +16,7 @@ from zero_jax.models import families, hf
 from zero_jax.plan import model_states
 from zero_jax.plan.tables import table
 from zero_jax.sharding import paths
+from zero_jax.sharding.mesh import batch_shards, context_size
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -29,6 +30,7 @@ def facts(trainer: Trainer, contents: Mapping[str, str]) -> dict[str, Any]:
     model = plan.model.config
     frozen = paths.frozen_leaves(shapes, zero.config.frozen)
     leaves = zip(jax.tree.leaves(shapes), frozen, strict=True)
+    tokens = plan.config.global_batch_size * plan.config.seq_len
     return {
         **dataclasses.asdict(plan.config),
         **{name: getattr(zero.config, name) for name in ("stage", "grad_accum_steps", "remat")},
@@ -45,7 +47,8 @@ def facts(trainer: Trainer, contents: Mapping[str, str]) -> dict[str, Any]:
         "corpus": plan.corpus.name,
         **plan.corpus.facts,
         "eos_token_id": plan.corpus.ends,
-        "tokens_per_step": plan.config.global_batch_size * plan.config.seq_len,
+        "tokens_per_step": tokens,
+        "tokens_per_device": tokens // (batch_shards(zero.mesh) * context_size(zero.mesh)),
         "jax": jax.__version__,
         "zero_jax": zero_jax.__version__,
         "order": plan.corpus.order,

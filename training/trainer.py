@@ -18,16 +18,16 @@ from training import corpus
 from training.config import Config, resolve
 from training.corpus import Corpus
 from training.multiprocess import say, together
-from training.packing import LOOK
+from training.packing import LOOK, Arrays
 from zero_jax import interchange
-from zero_jax.commands.settings import ROW, mesh_sizes
+from zero_jax.commands.settings import ROW, check_context
 from zero_jax.hlo import targets
 from zero_jax.interchange import peft
 from zero_jax.low_bit.state import FP32, kind_of
 from zero_jax.models import families, generate, gpt, optimizers
 from zero_jax.offload.nvme import discard, folder_of
 from zero_jax.plan import expert_elements
-from zero_jax.plan.text_model import TextModel
+from zero_jax.plan.text_model import TextModel, shifted
 from zero_jax.sharding import mesh
 
 PyTree = Any
@@ -60,6 +60,7 @@ def load(config: Config) -> RunPlan:
         interchange.check(config.init_from)  # before a size of config.json takes memory
     known = families.with_capacity(known, config.expert_capacity_factor)
     seq_len = min(known.seq, ROW) if config.seq_len is None else config.seq_len
+    check_context(config.axes().get(mesh.CONTEXT, 1), known, seq_len)
     data = corpus.load(config, config.vocab_size or known.vocab, seq_len)
     if config.init_from is None:
         vocab = config.vocab_size or (256 if data.byte_level else known.vocab)
@@ -117,10 +118,10 @@ class Trainer:
         return jax.random.key(self.plan.config.seed)
 
     def _sizes(self) -> dict[str, int]:
-        """Returns the mesh axes of --mesh, or for --stage auto the fastest expert parallelism."""
-        config = self.plan.config
-        if config.stage != "auto" or config.mesh is not None or config.lora_rank is not None:
-            return mesh_sizes(config.mesh)
+        """Returns the given mesh axes, or for --stage auto the fastest expert parallelism."""
+        config, sizes = self.plan.config, self.plan.config.axes()
+        if config.stage != "auto" or sizes or config.lora_rank is not None:
+            return sizes
         devices = jax.device_count()
         tokens = config.global_batch_size // (devices * config.grad_accum_steps) * config.seq_len
         wires = targets.of_kind(jax.devices()[0].device_kind)
@@ -142,7 +143,8 @@ class Trainer:
         config = self.plan.config
         shape = (config.global_batch_size, config.seq_len + 1)
         params = zero.eval_shape(self.model.make, self._key)
-        batch = (jax.ShapeDtypeStruct(shape, jnp.int32),)
+        batch: PyTree = (jax.ShapeDtypeStruct(shape, jnp.int32),)
+        batch = jax.eval_shape(shifted, batch) if self._shares_rows else batch
         return self.model.trained_loss, zero.optimizer(self.plain_tx), params, batch
 
     def predict(self) -> zero_jax.Plan:
@@ -235,10 +237,18 @@ class Trainer:
             state = self.tx.restated(state, params)
         return params, state
 
-    def batches(self, place: Any = None) -> Iterator[tuple[tuple[jax.Array, ...], Any]]:
+    @property
+    def _shares_rows(self) -> bool:
+        return mesh.context_size(self.mesh) > 1
+
+    def _global(self, rows: Arrays) -> PyTree:
+        """Returns the global batch with these rows of this process."""
+        return zero_jax.global_batch(self.mesh, shifted(rows) if self._shares_rows else rows)
+
+    def batches(self, place: Any = None) -> Iterator[tuple[PyTree, Any]]:
         """Yields global batches from a position in the data on, and the position after each."""
         for rows, after in self.plan.corpus.batches(place, *zero_jax.batch_share(self.mesh)):
-            yield zero_jax.global_batch(self.mesh, rows), after
+            yield self._global(rows), after
 
     def gather_place(self, place: Any) -> Any:
         """Returns the position in the data of all processes; each knows only its own lanes."""
@@ -261,7 +271,7 @@ class Trainer:
     ) -> float:
         """Returns the held-out loss in nats per token; calls `each` with the finished batches."""
         rows = self.plan.corpus.held_out(*zero_jax.batch_share(self.mesh), max_batches)
-        means = (self._mean_loss(params, zero_jax.global_batch(self.mesh, row)) for row in rows)
+        means = (self._mean_loss(params, self._global(row)) for row in rows)
         total = weights = 0.0
         for done, (loss, weight) in enumerate(one_late(means), 1):
             total, weights = total + float(loss) * float(weight), weights + float(weight)

@@ -85,6 +85,23 @@ def test_the_command_says_from_how_many_tokens_on_experts_are_better_gathered(ca
     assert "experts" not in many.zero.mesh.shape
 
 
+def test_a_context_axis_is_planned_with_inputs_and_labels_and_its_tokens_per_device(
+    capsys, monkeypatch
+):
+    args = ["--model", "nano", "--context-parallel", 4, "--mesh", "data=2"]
+    args += ["--global-batch-size", 4, "--seq-len", 64]
+    of, same = case("memory", *args), case("memory", *args[:2], "--mesh", "context=4", *args[6:])
+    assert dict(of.zero.mesh.shape) == {"data": 2, "context": 4}
+    assert dict(same.zero.mesh.shape) == {"data": 1, "context": 4}
+    assert {name: x.shape for name, x in of.batch.items()} == {"inputs": (4, 64), "labels": (4, 64)}
+    held = Predicted(4, 8, 0, {})
+    plan = lambda self, stage, **_: Plan(stage, 1, "none", {"data": 2}, 1, (), 0, held)  # noqa: E731
+    monkeypatch.setattr(Case, "plan", plan)
+    assert command.main(["memory", *map(str, args)]) == 0
+    # Two rows of 64 tokens for four devices.
+    assert "global batch 4 x 64 tokens (32 tokens per device)" in capsys.readouterr().out
+
+
 def test_from_there_on_gathering_sends_as_many_words():
     """By hand: three products of 4096 x 14336 each; of what is sent 7 / 8 leave a device."""
     mixtral = families.with_capacity(families.preset("mixtral-8x7b"), 1.0)

@@ -24,6 +24,11 @@ ROWS = {  # first words of the command, then further ones and words of its messa
         ("--batch 3", "--global-batch-size"), ("--memory-limit -1", "memory_limit '-1' 80GB"),
         ("--latencies step.pbtxt", "--latencies"), ("--stage auto", "--stage zero_jax.plan auto"),
         ("--expert-capacity-factor nan", "--expert-capacity-factor nan 0"),
+        ("--context-parallel 4 --seq-len 60", "--seq-len 60 4 8 56 64"),
+        ("--context-parallel 2 --mesh context=4", "--context-parallel 2 context=4 leave"),
+        ("--context-parallel 2 --mesh model=2", "`context`=2 `model`=2"),
+        ("--context-parallel 4 --devices 6", "--devices 6 context=4"),
+        ("--context-parallel 2 --model nano-experts", "context 2 experts --context-parallel"),
         *((x, f"{x} 1") for x in (  # numbers out of range
             "--devices 0", "--mesh replica=0", "--mesh experts=0", "--grad-accum-steps 0",
             "--vocab-size 0", "--lora-rank -1", "--bucket-bytes 0", "--mesh model=-1",
@@ -40,7 +45,8 @@ ROWS = {  # first words of the command, then further ones and words of its messa
         ("--latencies step.pbtxt --target cpu", "cpu h100")],
     "meshes --model nano --devices 4": [
         ("--latencies step.pbtxt", "--latencies"), ("--target cpu", "--target cpu h100"),
-        ("--mesh model=2", "--mesh model=2 meshes"), ("--seq-len -1", "--seq-len -1 1")],
+        ("--mesh model=2", "--mesh model=2 meshes"), ("--context-parallel 2", "--context-parallel"),
+        ("--mesh context=2", "--mesh context=2 meshes"), ("--seq-len -1", "--seq-len -1 1")],
     "memory --model llama-3.1-8b --devices 8": [
         *((f"--lora-{x}", f"--lora-{x} --lora-rank") for x in ("base-dtype nf4", "alpha 2")),
         ("--lora-rank 16 --lora-targets attn/qq", "attn/qq"),

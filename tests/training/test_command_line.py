@@ -34,7 +34,7 @@ from zero_jax.commands.command_line import flag
 __all__ = ["folder"]  # a fixture
 # Flags that a command of the plan lacks.
 LACKING = {"memory": "--latencies", "compile": "", "auto": "--latencies --stage --paper-config"}
-LACKING |= {"meshes": "--latencies --json --plot"}
+LACKING |= {"meshes": "--latencies --json --plot --context-parallel"}
 
 
 def test_progress_in_a_file_is_a_plain_line_every_tenth(capsys, monkeypatch):
@@ -173,6 +173,12 @@ COMMANDS = [  # and what is said
     ("--mesh data=" + "9" * 5000, "--mesh data=999"), ("--sequence-parallel", "sequence_parallel"),
     ("--mesh data=2,modle=4", "'modle=4'"), ("--mesh data=2,model=2", "8 devices"),
     ("--num-processes 3 --process-id 0 --coordinator-address 127.0.0.1:1", "--devices 9"),
+    ("--context-parallel 4 --seq-len 20", "--seq-len 20|axis of 4|16 or 24"),
+    ("--context-parallel 2 --mesh context=2", "--context-parallel 2|--mesh context=2|leave one"),
+    ("--context-parallel 2 --model nano-experts", "axis of 2|experts|--mesh experts=2"),
+    ("--context-parallel 2 --mesh model=2", "`context`=2|`model`=2"),
+    ("--mesh context=8 --seq-len 8", "--seq-len 8|axis of 8|use 16"),
+    ("--context-parallel 8 --global-batch-size 3 --grad-accum-steps 2", "size 3|1 devices|2 or 4"),
     ("--long-documents wrap", "'wrap'"), ("--lora-base-dtype nf5", "'nf5'"), ("--loss-on u", "'u'"),
     *((own, own) for own in (
         "--max-steps 0", "--max-steps 99999999999999999999", "--learning-rate nan",

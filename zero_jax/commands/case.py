@@ -16,7 +16,8 @@ from zero_jax.models import families, optimizers
 from zero_jax.models.attend import kernel_for
 from zero_jax.plan import model_states
 from zero_jax.plan.plans import Plan
-from zero_jax.plan.text_model import TextModel
+from zero_jax.plan.text_model import TextModel, shifted
+from zero_jax.sharding.mesh import context_size
 from zero_jax.sharding.paths import PyTree
 from zero_jax.zero import Zero
 
@@ -70,8 +71,9 @@ class Case:
         return self.model.trained_loss
 
     @property
-    def batch(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.rows, self.row + 1), jnp.int32)
+    def batch(self) -> PyTree:
+        tokens = jax.ShapeDtypeStruct((self.rows, self.row + 1), jnp.int32)
+        return tokens if context_size(self.zero.mesh) == 1 else jax.eval_shape(shifted, (tokens,))
 
     @property
     def model_flops(self) -> float:

@@ -22,6 +22,7 @@ import math
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh
@@ -38,7 +39,9 @@ from zero_jax.commands.settings import (
     LoraSettings,
     ModelSettings,
     ZeroSettings,
+    check_context,
     mesh_sizes,
+    mesh_text,
     with_paper_config,
 )
 from zero_jax.engine.config import AUTO
@@ -50,7 +53,15 @@ from zero_jax.names import unknown
 from zero_jax.plan import advice, auto, expert_elements, pictures
 from zero_jax.plan.model_states import STAGES
 from zero_jax.plan.plans import Plan, format_layers, format_proof, format_stages
-from zero_jax.sharding.mesh import abstract_mesh, axis_size, batch_shards, data_axis, experts_size
+from zero_jax.sharding.mesh import (
+    CONTEXT,
+    abstract_mesh,
+    axis_size,
+    batch_shards,
+    context_size,
+    data_axis,
+    experts_size,
+)
 from zero_jax.zero import Zero
 
 _CURVE = (1, 4, 16, 64, 256, 1024)
@@ -87,7 +98,7 @@ LACKING = {
     "memory": ("latencies",),
     "compile": (),
     "auto": ("latencies", "stage", "paper_config"),
-    "meshes": ("latencies", "json", "plot"),
+    "meshes": ("latencies", "json", "plot", "context_parallel"),
 }
 
 
@@ -183,8 +194,11 @@ def _limit(case: Case, target: targets.Target) -> int:
 def _meshes(settings: PlanSettings) -> int:
     """Compares tensor-parallel sizes with the same batch; returns 1 if none fits."""
     sizes = mesh_sizes(settings.mesh)
-    if sizes.keys() & {"model", "data"}:
-        raise ValueError(f"--mesh {settings.mesh}: meshes chooses model and data: leave both out")
+    if sizes.keys() & {"model", "data", CONTEXT}:
+        raise ValueError(
+            f"--mesh {settings.mesh}: meshes chooses model and data, and has no context: leave all "
+            "three out"
+        )
     target, devices = targets.target(settings.target), devices_of(settings)
     settings = dataclasses.replace(settings, devices=devices)
     aot.check(target, devices, settings.topology)
@@ -194,7 +208,7 @@ def _meshes(settings: PlanSettings) -> int:
         raise ValueError(f"--target {target.name} has no modelled step time: use h100")
 
     def plan(mp: int, compile: bool) -> Plan:
-        mesh = ",".join(f"{axis}={size}" for axis, size in {**sizes, "model": mp}.items())
+        mesh = mesh_text({**sizes, "model": mp})
         case = case_of(dataclasses.replace(settings, mesh=mesh))
         return case.plan(settings.stage, **(_aim(settings) if compile else {}))
 
@@ -211,10 +225,11 @@ def _aim(settings: PlanSettings) -> dict[str, str | None]:
 
 
 def devices_of(settings: PlanSettings) -> int:
-    """Returns the number of devices: --devices, the product of --mesh, or as train.py simulates."""
+    """Returns the number of devices: --devices, the product of axes, or as train.py simulates."""
     if settings.devices is not None:
         return settings.devices
-    return math.prod(mesh_sizes(settings.mesh).values()) if settings.mesh else DEVICES
+    sizes = settings.axes()
+    return math.prod(sizes.values()) if sizes else DEVICES
 
 
 def case_of(settings: PlanSettings) -> Case:
@@ -224,6 +239,7 @@ def case_of(settings: PlanSettings) -> Case:
       ValueError: A name is unknown, or settings contradict each other.
     """
     config, tokens = _model(settings)
+    check_context(settings.axes().get(CONTEXT, 1), config, tokens)
     mesh = _mesh(settings, config, tokens)
     zero = Zero(mesh, **settings.zero_settings())
     rows, unit = settings.global_batch_size, batch_shards(mesh) * settings.grad_accum_steps
@@ -237,7 +253,8 @@ def case_of(settings: PlanSettings) -> Case:
 
 def _mesh(settings: PlanSettings, config: families.Config, tokens: int) -> AbstractMesh:
     """Returns the mesh; with `auto`, also chooses the groups of experts that --mesh leaves open."""
-    sizes, devices = mesh_sizes(settings.mesh), devices_of(settings)
+    sizes: dict[str, Any] = settings.axes()
+    asked, devices = mesh_text(sizes), devices_of(settings)
     others = math.prod(size for axis, size in sizes.items() if axis != "data")
     chooses = settings.stage == AUTO and settings.lora_rank is None and "experts" not in sizes
     if chooses and devices % others == 0:
@@ -250,11 +267,10 @@ def _mesh(settings: PlanSettings, config: families.Config, tokens: int) -> Abstr
     data = sizes.pop("data", None)
     if devices % others or data not in (None, devices // others):
         raise ValueError(
-            f"--devices {devices} with --mesh {settings.mesh}: the product of the axes is "
+            f"--devices {devices} with --mesh {asked}: the product of the axes is "
             f"{others * (data or 1)}, and must divide the devices, or equal them if it has data"
         )
-    replica, experts, model = (sizes.get(axis, 1) for axis in ("replica", "experts", "model"))
-    return abstract_mesh(devices // others, replica=replica, experts=experts, model=model)
+    return abstract_mesh(devices // others, **sizes)
 
 
 def _model(settings: PlanSettings) -> tuple[families.Config, int]:
@@ -283,9 +299,14 @@ def _title(case: Case, settings: PlanSettings) -> str:
         beside += f", {mixture.chosen} of {mixture.experts} experts, {room}"
         groups = experts_size(zero.mesh)
         beside += f", in {groups} groups" if groups > 1 else ""
+    shared = context_size(zero.mesh)
+    rows = f"{case.rows} x {case.row} tokens"
+    if shared > 1:
+        own = case.rows // batch_shards(zero.mesh) * case.row // shared
+        rows += f" ({own} tokens per device)"
     return (
         f"{settings.init_from or settings.model} ({config.layers} x {config.width}) on "
-        f"{zero.mesh.size} {settings.target}, global batch {case.rows} x {case.row} tokens, "
+        f"{zero.mesh.size} {settings.target}, global batch {rows}, "
         f"{settings.compute_dtype}, remat {zero.remat}, {zero.grad_accum_steps} "
         f"micro-batches, {case.optimizer}{beside}"
     )

@@ -13,6 +13,8 @@ from typing import Any, Literal
 from zero_jax.adapters.lora import ALL_LINEAR, Lora
 from zero_jax.collectives.precision import Precision
 from zero_jax.commands.command_line import documented, flag, setting
+from zero_jax.models import families
+from zero_jax.sharding.mesh import CONTEXT, DATA, EXPERTS, MODEL, REPLICA
 from zero_jax.zero import Zero, paper_config
 
 ROW = 1024  # the default limit of a row, in tokens
@@ -62,8 +64,30 @@ class DeviceSettings:
         most=2**20,
     )
     mesh: str | None = setting(
-        None, "Sizes of replica, experts, data, model.", metavar="AXIS=SIZE,..."
+        None, "Sizes of replica, experts, data, context, model.", metavar="AXIS=SIZE,..."
     )
+    context_parallel: int = setting(
+        1, "Devices that share the tokens of a row.", unit="devices", most=2**20
+    )
+
+    def axes(self) -> dict[str, int]:
+        """Returns the sizes of the axes in --mesh and --context-parallel.
+
+        Raises:
+          ValueError: --mesh is not a list of axis=size, or both give the size of `context`.
+
+        >>> DeviceSettings(mesh="data=2", context_parallel=4).axes()
+        {'data': 2, 'context': 4}
+        """
+        sizes, size = mesh_sizes(self.mesh), self.context_parallel
+        if size > 1:
+            if CONTEXT in sizes:
+                raise ValueError(
+                    f"--context-parallel {size} and --mesh {self.mesh} both give the size of "
+                    "context: leave one of them out"
+                )
+            sizes[CONTEXT] = size
+        return sizes
 
 
 # Settings of `Zero` and `Precision` that are no flags; the types of flags that are narrower; what
@@ -177,7 +201,7 @@ def with_paper_config(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**paper_config(name), **given}
 
 
-AXES = ("replica", "experts", "data", "model")
+AXES = (REPLICA, EXPERTS, DATA, CONTEXT, MODEL)
 
 
 def mesh_sizes(given: str | None) -> dict[str, int]:
@@ -199,3 +223,39 @@ def mesh_sizes(given: str | None) -> dict[str, int]:
             )
         sizes[name] = int(size)
     return sizes
+
+
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """Inverts `mesh_sizes`.
+
+    >>> mesh_text({"data": 4, "model": 2})
+    'data=4,model=2'
+    """
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def check_context(devices: int, config: families.Config, tokens: int) -> None:
+    """Checks that the devices of a context axis can share rows of so many tokens.
+
+    Raises:
+      ValueError: The model has experts, or 2 chunks for each device do not divide a row.
+
+    >>> check_context(4, families.preset("124m"), 100)
+    Traceback (most recent call last):
+    ValueError: --seq-len 100: with a context axis of 4 a multiple of 8 is required: use 96 or 104
+    """
+    if devices == 1:
+        return
+    if getattr(config, "mixture", None) is not None:
+        raise ValueError(
+            f"a context axis of {devices} for a model with experts: their capacity and their load "
+            "are counted over a full row, and a device has a part of it. Leave out "
+            "--context-parallel, for example for --mesh experts=2"
+        )
+    unit = 2 * devices
+    if tokens % unit:
+        sizes = [size for size in (tokens // unit * unit, -(-tokens // unit) * unit) if size]
+        raise ValueError(
+            f"--seq-len {tokens}: with a context axis of {devices} a multiple of {unit} is "
+            f"required: use {' or '.join(map(str, sizes))}"
+        )
