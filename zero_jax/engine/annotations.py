@@ -7,26 +7,21 @@ annotations are dropped from the trace. Those over automatic axes of the step's 
 """
 
 import contextlib
-import pathlib
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import flax
 import jax
 import jax.extend.core as jex
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
 
 from zero_jax.sharding.mesh import AnyMesh, Axis, batch_axes
 from zero_jax.tracing.jaxpr import Atom, Rewriter
+from zero_jax.tracing.sources import JAX, is_library, line_of
 
 # Functions of JAX that annotate. A frame of one shows that JAX failed in it.
 _ANNOTATING = frozenset(
     ("with_sharding_constraint", "reshard", "auto_axes", "explicit_axes", "device_put", "shard_map")
 )
-# Folders of libraries, whose lines are not the user's; models are.
-_JAX, _FLAX = (f"{pathlib.Path(str(module.__file__)).parent}/" for module in (jax, flax))
-_OWN = f"{pathlib.Path(__file__).parents[1]}/"
 
 
 def check_context(mesh: AnyMesh) -> None:
@@ -98,7 +93,7 @@ class _WithoutAnnotations(Rewriter):
         name = eqn.primitive.name
         mapped = name == "shard_map" and not _automatic(self._mesh)
         if mapped or any(map(_is_explicit, eqn.outvars)):
-            raise _unsupported(f"{_line(eqn)}{name}", self._mesh)
+            raise _unsupported(f"{line_of(eqn)}{name}", self._mesh)
         if name == "device_put" and all(map(_is_device, eqn.params["devices"])):
             return values
         if name == "sharding_constraint":
@@ -145,22 +140,11 @@ def _annotating_line(error: BaseException) -> str | None:
     annotation: str | None = None  # the user's own code below it has errors of its own
     for frame, line in traceback.walk_tb(error.__traceback__):
         function = frame.f_code.co_qualname.partition(".")[0].lstrip("_")
-        if not _is_library(frame.f_code.co_filename):
+        if not is_library(frame.f_code.co_filename):
             place, annotation = f"{frame.f_code.co_filename}:{line}", None
-        elif place and not annotation and frame.f_code.co_filename.startswith(_JAX):
+        elif place and not annotation and frame.f_code.co_filename.startswith(JAX):
             if function in _ANNOTATING:
                 annotation = f"{place}: {function}"
             elif frame.f_locals.get("out_sharding") is not None:
                 annotation = f"{place}: out_sharding="
     return annotation
-
-
-def _line(eqn: jex.JaxprEqn) -> str:
-    """Returns the user's line that an equation comes from; "" if JAX does not know."""
-    frames: Any = eqn.source_info.traceback.frames if eqn.source_info.traceback else ()
-    lines = (f"{f.file_name}:{f.line_num}: " for f in frames if not _is_library(f.file_name))
-    return next(lines, "")
-
-
-def _is_library(file: str) -> bool:
-    return file.startswith((_JAX, _FLAX, _OWN)) and not file.startswith(f"{_OWN}models/")

@@ -120,6 +120,12 @@ class HasGradient(_Marks):
         return self.default(eqn, values)
 
 
+def collective_axes(eqn: jex.JaxprEqn) -> set[str | int]:
+    """Returns the mesh axes of a collective, or the axes of another operation."""
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return set(axes if isinstance(axes, (tuple, list, frozenset)) else (axes,))
+
+
 class Varies(_Marks):
     """True for values that differ between devices of these axes; sums over them do not."""
 
@@ -128,10 +134,9 @@ class Varies(_Marks):
         self._axes = axes
 
     def default(self, eqn: jex.JaxprEqn, values: list[bool]) -> Sequence[bool]:
-        over = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        over = over if isinstance(over, (tuple, list, frozenset)) else (over,)
+        over = collective_axes(eqn)
         ungrouped = eqn.params.get("axis_index_groups") is None
-        alike = eqn.primitive.name in EQUAL_RESULTS and set(self._axes) <= set(over) and ungrouped
+        alike = eqn.primitive.name in EQUAL_RESULTS and set(self._axes) <= over and ungrouped
         varies = eqn.primitive.name == "axis_index" or (any(values) and not alike)
         return [varies] * len(eqn.outvars)
 

@@ -1,0 +1,721 @@
+"""The check that a traced loss is position-wise along the tokens of a row, and its positions.
+
+A device of `context` traces the loss with its own tokens. Except for `zero_jax.attention`, each
+position has to be computed from that position alone. A dataflow analysis follows the tokens through
+the trace, with the facts of `token_facts.py`, and raises an error for any other operation. An iota
+that is combined with tokens counts the positions of a row: the global positions of the device's
+tokens replace it.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+
+from zero_jax.context_parallel import chunks, token_facts
+from zero_jax.context_parallel.token_facts import (
+    ADD,
+    MODEL,
+    OTHER,
+    RANDOM,
+    TOKENS,
+    MixedError,
+    Source,
+    TokenFact,
+)
+from zero_jax.sharding.mesh import CONTEXT
+from zero_jax.tracing import jaxpr as jaxprs
+from zero_jax.tracing.dataflow import Forward, collective_axes
+from zero_jax.tracing.jaxpr import CALLS, ELEMENTWISE, Atom, Rewriter, shape_of
+from zero_jax.tracing.sharded_dims import index_dims, kept_dims
+from zero_jax.tracing.sources import line_of
+
+Path = tuple[int, ...]
+_ELEMENTWISE = ELEMENTWISE | {"square", "lgamma", "digamma", "clz", "bessel_i0e", "bessel_i1e"}
+_ELEMENTWISE |= {"random_clone", "random_seed", "random_fold_in"}
+_SUMS = frozenset(("psum", "psum_invariant"))
+_COLLECTIVES = frozenset(
+    "pmax pmin all_gather all_gather_invariant all_to_all ppermute pbroadcast reduce_scatter "
+    "ragged_all_to_all psum_scatter".split()
+)
+# Arithmetic on constants, for divisors of means.
+_ARITHMETIC: dict[str, Callable[..., float]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "neg": operator.neg,
+    "max": max,
+    "min": min,
+    **dict.fromkeys(("convert_element_type", "copy", "stop_gradient"), float),
+}
+# Operations that run the equations of other jaxprs, which are checked instead.
+_WITH_BODIES = CALLS | {"scan", "while", "cond"}
+_CARRY = (
+    "a loop over the tokens of a row, each device of the context axis has a part of which, carries "
+    "more than a sum from one iteration to the next. Start a sum at zero and only add to it, or "
+    "use a mesh with context=1"
+)
+_STEPS = (
+    "a loop over the tokens of one device's part of a row counts its iterations. Use "
+    "jnp.sum(jnp.ones_like(labels)) for the number of tokens"
+)
+_JOINED = (
+    "two values of one variable, of branches or of iterations of a loop, have different positions "
+    "of a row, or only one is a sum over tokens. Make them alike, or use a mesh with context=1"
+)
+_CHOICE = (
+    "a branch or the end of a loop depends on a sum over the tokens of one device's part of the "
+    "row, or on other positions. Use jax.lax.psum(x, 'context') for the sum over the row"
+)
+_FIXED = (
+    "jnp.arange counts the positions of a row in a function with a custom derivative, where they "
+    "cannot be made those of a device. Pass positions to the function as an argument"
+)
+
+
+def split_tokens(
+    closed: jex.ClosedJaxpr, tokens: Sequence[bool], size: int
+) -> tuple[jex.ClosedJaxpr, list[TokenFact]]:
+    """Checks that a loss is position-wise along tokens, and makes its positions global.
+
+    Args:
+      closed: The loss of one device, traced with its own tokens. The inputs are flat.
+      tokens: True for inputs (B, T / C, ...) whose dim 1 has these tokens.
+      size: The size C of the `context` axis.
+
+    Returns:
+      The loss with global positions, and a fact for each result.
+
+    Raises:
+      ValueError: An operation mixes positions, or uses a sum over the tokens of one device. The
+        message names the user's line.
+
+    >>> loss = lambda x: jnp.sum(x * jnp.arange(4))
+    >>> program, (fact,) = split_tokens(jax.make_jaxpr(loss)(jnp.ones((2, 4))), [True], 2)
+    >>> fact.partial, "axis_index" in str(program)
+    (True, True)
+    >>> split_tokens(jax.make_jaxpr(lambda x: x[:, 1:])(jnp.ones((2, 4))), [True], 2)
+    Traceback (most recent call last):
+    ValueError: ...slice along the tokens of a row...
+    """
+    shapes = list(map(shape_of, closed.jaxpr.invars))
+    (length,) = {shape[1] for shape, has in zip(shapes, tokens, strict=True) if has}
+    inputs = [
+        TokenFact().plus([d for d, n in enumerate(shape) if n > 1 and (d, has) != (1, True)], MODEL)
+        for shape, has in zip(shapes, tokens, strict=True)
+    ]
+    inputs = [
+        fact.plus([1], TOKENS) if has else fact for fact, has in zip(inputs, tokens, strict=True)
+    ]
+    positions = frozenset[Source]()
+    while True:
+        analysis = _Tokens(length, positions)
+        facts = analysis.facts(closed, inputs)
+        if analysis.met <= positions:
+            break
+        positions |= analysis.met
+    if not positions:
+        return closed, facts
+    rewriter = _GlobalPositions(positions, size)
+    new = rewriter(closed)
+    assert rewriter.replaced == positions
+    return new, facts
+
+
+def averages(facts: Sequence[TokenFact], doubled: Sequence[TokenFact]) -> bool:
+    """Returns True for a loss (sum, weight) that averages over the tokens of all devices.
+
+    The ratio of both, each added over devices, is then that of one device with all tokens.
+
+    Args:
+      facts: The facts of sum and weight.
+      doubled: Those of the same loss, traced with twice the number of tokens.
+
+    >>> def of(loss, tokens):
+    ...     traced = jax.make_jaxpr(lambda x: (loss(x), 1.0))(jnp.ones((2, tokens)))
+    ...     return split_tokens(traced, [True], 2)[1]
+    >>> [averages(of(loss, 4), of(loss, 8)) for loss in (jnp.mean, jnp.sum)]
+    [True, False]
+    """
+    (one, of_one), (two, of_two) = facts, doubled
+    if not (one.partial and two.partial and one.overs and two.overs):
+        return False
+    if of_one.partial != of_two.partial:
+        return False
+    numbers = (of_one.over, of_two.over) if of_one.partial else (of_one.number, of_two.number)
+    weight, weight_two = numbers
+    if not weight or not weight_two:
+        return False
+    if of_one.partial:
+        return _times(one, 1 / weight) == _times(two, 1 / weight_two)
+    return _times(one, 2 * weight) == _times(two, weight_two)
+
+
+class _Tokens(Forward[TokenFact]):
+    """The lattice of `TokenFact`, for a number of tokens of one device.
+
+    Attributes:
+      met: The iotas that are combined with tokens, each by the path of its equation: the identities
+        of the calls and loops that it is in, and its own.
+    """
+
+    def __init__(self, length: int, positions: frozenset[Source]):
+        super().__init__()
+        self._length, self._positions = length, positions
+        self.met: set[Source] = set()
+        self._path: Path = ()
+        self._depth = 0  # of loops
+        # Iotas in functions with a custom derivative, which has a trace of its own.
+        self._fixed: set[Source] = set()
+        self._custom = 0
+        one = {name: functools.partial(_of_one, rule) for name, rule in token_facts.OF_ONE.items()}
+        self.handlers |= {
+            **one,
+            **dict.fromkeys(_ELEMENTWISE, self._elementwise),
+            **dict.fromkeys(_SUMS, self._psum),
+            **dict.fromkeys(_COLLECTIVES, self._collective),
+            "iota": self._iota,
+            "axis_index": lambda eqn, values: [TokenFact()],
+            "random_bits": self._random,
+            "random_split": self._random,
+            "random_wrap": self._wrap,
+            "random_unwrap": self._unwrap,
+            "bitcast_convert_type": self._bitcast,
+            "pad": self._pad,
+            "concatenate": self._concatenate,
+            "stack": self._stack,
+            "sort": self._sort,
+            "dynamic_slice": self._dynamic_slice,
+            "dynamic_update_slice": self._dynamic_update_slice,
+            "gather": self._gather,
+            "dot_general": self._product,
+            "conv_general_dilated": self._convolution,
+        }
+
+    def facts(self, closed: jex.ClosedJaxpr, inputs: Sequence[TokenFact]) -> list[TokenFact]:
+        """Returns the facts of the results; raises ValueError with the line of an error."""
+        try:
+            facts = self.run(closed, inputs)
+            if any(fact.steps for fact in facts):
+                raise MixedError(_STEPS)
+        except MixedError as error:
+            raise ValueError(str(error)) from None
+        return facts
+
+    def equation(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
+        before, self._path = self._path, (*self._path, id(eqn))
+        try:
+            if eqn.primitive.name not in _WITH_BODIES:
+                _check_sums(eqn, values)
+            made = super().equation(eqn, values)
+        except MixedError as error:
+            line = line_of(eqn)
+            if not line:  # known of the call or loop around it
+                raise
+            raise ValueError(f"{line}{error}") from None
+        self._path = before
+        return made
+
+    def constant(self, atom: Atom, value: Any) -> TokenFact:
+        shape = shape_of(atom)
+        fact = TokenFact().plus([d for d, size in enumerate(shape) if size > 1], OTHER)
+        if shape or isinstance(value, jax.core.Tracer) or not hasattr(atom.aval, "dtype"):
+            return fact
+        kind = jaxprs.dtype_of(atom)
+        if not any(jnp.issubdtype(kind, x) for x in (jnp.floating, jnp.integer, jnp.bool_)):
+            return fact
+        number = float(value)
+        return fact if math.isnan(number) else fact._replace(number=number)
+
+    def default(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
+        if any(fact.tokens for fact in values):
+            raise MixedError(
+                f"{token_facts.word(eqn)} of tokens is not known to compute each position of a row "
+                "from that position alone. Compute it before the step and pass it in the batch, or "
+                "use a mesh with context=1"
+            )
+        return [token_facts.opaque(len(shape_of(var))) for var in eqn.outvars]
+
+    # Loops, branches and functions.
+
+    def unknown(self) -> TokenFact:
+        raise MixedError("a loop whose carry is not known to compute each position of a row alone")
+
+    def join(self, one: TokenFact, other: TokenFact) -> TokenFact:
+        if one == other:
+            return one
+        if one.running != other.running:
+            raise MixedError(_CARRY)
+        partial = one.partial or other.partial
+        if partial and any(not f.partial and f.number != 0 for f in (one, other)):
+            raise MixedError(_JOINED)
+        dims = [fact.tokens for fact in (one, other) if fact.tokens]
+        if len(dims) == 2 and (dims[0] != dims[1] or one.layout != other.layout):
+            raise MixedError(_JOINED)
+        first = one if one.tokens else other
+        along = one.along | other.along
+        if any(d in first.tokens and s in (MODEL, OTHER) for d, s in along):
+            raise MixedError(_JOINED)
+        self._meets({s for d, s in along if d in first.tokens and isinstance(s, tuple)})
+        along = frozenset((d, s) for d, s in along if s == TOKENS or d not in first.tokens)
+        sums = [fact for fact in (one, other) if fact.partial or fact.running]
+        return first._replace(
+            along=along,
+            zeros=one.zeros and other.zeros if first.tail else True,
+            partial=partial,
+            overs=_joined(sums),
+            number=one.number if one.number == other.number else None,
+            steps=one.steps or other.steps,
+        )
+
+    def sliced(self, fact: TokenFact) -> TokenFact:
+        along = {(d - 1 if d > 0 else -self._depth if d == 0 else d, s) for d, s in fact.along}
+        return fact._replace(along=frozenset(along))
+
+    def stacked(self, fact: TokenFact) -> TokenFact:
+        if fact.running:
+            raise MixedError(_CARRY)
+        along = {(d + 1 if d >= 0 else 0 if d == -self._depth else d, s) for d, s in fact.along}
+        return fact._replace(along=frozenset(along))
+
+    def carried(self, state: TokenFact, made: TokenFact) -> TokenFact:
+        along = frozenset(pair for pair in state.along if pair[0] != -self._depth)
+        if state.running:
+            state = state._replace(partial=True, running=0)
+        return state._replace(along=along).settled()
+
+    def selected(self, choice: TokenFact, fact: TokenFact) -> TokenFact:
+        if choice.partial or choice.running or choice.steps:
+            raise MixedError(_CHOICE)
+        if not choice.along:
+            return fact
+        if choice.tokens and fact.tokens and choice.tokens != fact.tokens:
+            raise MixedError(_CHOICE)
+        if not fact.tokens:
+            rows, inner, tail = choice.layout
+            fact = fact._replace(rows=rows, inner=inner, tail=tail, zeros=not tail)
+        return fact._replace(along=fact.along | choice.along, number=None)
+
+    def scan(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
+        """Loops; over tokens, a carry that changes is a sum over the iterations, or a key."""
+        start, count = jaxprs.state_of(eqn)
+        self._depth += 1
+        starts = values[start : start + count]
+        if any((0, TOKENS) in fact.along for fact in values[start + count :]):
+            state = list(map(self._state, self._changed(eqn, start, count), eqn.outvars, starts))
+            values = [*values[:start], *state, *values[start + count :]]
+        made = list(super().scan(eqn, values))
+        self._depth -= 1
+        for fact, first in zip(values[start : start + count], starts, strict=True):
+            if fact.running and not (first.partial or first.number == 0):
+                raise MixedError(_CARRY)
+        return made
+
+    def _changed(self, eqn: jex.JaxprEqn, start: int, count: int) -> list[bool]:
+        body = jaxprs.inner(eqn).jaxpr
+        pairs = zip(body.invars[start : start + count], body.outvars, strict=False)
+        return [var is not out for var, out in pairs]
+
+    def _state(self, changes: bool, var: jex.Var, fact: TokenFact) -> TokenFact:
+        """Returns the fact of the carry of a loop over tokens in its body."""
+        if not changes:
+            return fact
+        if fact.running:
+            raise MixedError(_CARRY)
+        if jnp.issubdtype(jaxprs.dtype_of(var), jax.dtypes.prng_key):
+            return fact.plus([-self._depth], RANDOM)
+        overs = fact.overs if fact.partial else frozenset[float]()
+        return fact._replace(partial=False, overs=overs, number=None, running=self._depth)
+
+    def custom_derivative(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
+        """Runs the body, except for a function that exchanges tokens itself."""
+        name, body = eqn.primitive.name, jaxprs.inner(eqn)
+        exchanges = any(
+            CONTEXT in collective_axes(e) and e.primitive.name != "axis_index"
+            for e in jaxprs.nested(body.jaxpr)
+        )
+        if name == "custom_vjp_call" and exchanges:
+            _check_sums(eqn, values)
+            return self._exchanged(eqn, values)
+        self._custom += 1
+        made = self.call(eqn, values)
+        self._custom -= 1
+        return made
+
+    def _exchanged(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> list[TokenFact]:
+        pairs = zip(values, map(shape_of, eqn.invars), strict=True)
+        fact, shape = next(((f, shape) for f, shape in pairs if f.dims), (TokenFact(), None))
+
+        def result(var: jex.Var) -> TokenFact:
+            rank = len(shape_of(var))
+            if shape_of(var) != shape:
+                return token_facts.opaque(rank)
+            kept = fact.mapped(lambda d, s: (d, s) if d in fact.dims else None)
+            others = [d for d in range(rank) if d not in fact.dims]
+            return kept.plus(others, OTHER)._replace(zeros=not fact.tail)
+
+        return list(map(result, eqn.outvars))
+
+    # Operations.
+
+    def _combined(
+        self, eqn: jex.JaxprEqn, values: Sequence[TokenFact], shapes: Sequence[Sequence[int]]
+    ) -> TokenFact:
+        self._meets(token_facts.iotas_met(values, shapes))
+        return token_facts.combined(eqn, values, shapes)
+
+    def _meets(self, iotas: set[Source]) -> None:
+        """Notes iotas that are combined with tokens."""
+        if iotas & self._fixed:
+            raise MixedError(_FIXED)
+        self.met |= iotas
+
+    def _elementwise(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
+        name, shape = eqn.primitive.name, shape_of(eqn.outvars[0])
+        shapes = list(map(shape_of, eqn.invars))
+        # Dims of one element are broadcast.
+        values = [
+            fact.moved({d: d for d, size in enumerate(own) if size == shape[d]})
+            for fact, own in zip(values, shapes, strict=True)
+        ]
+        if any(fact.running for fact in values):
+            return [self._running(eqn, values, shapes)]
+        fact = self._combined(eqn, values, shapes)
+        if any(f.partial for f in values):
+            return [_linear(eqn, values, fact)]
+        return [fact._replace(zeros=_zero_padding(name, values), number=_number(eqn, values))]
+
+    def _running(
+        self, eqn: jex.JaxprEqn, values: list[TokenFact], shapes: Sequence[Sequence[int]]
+    ) -> TokenFact:
+        """Returns the fact of a loop's sum after one more addend."""
+        name = eqn.primitive.name
+        if len(values) == 1 and name == "convert_element_type" and token_facts.keeps_a_sum(eqn):
+            return values[0]
+        sums = [fact for fact in values if fact.running]
+        subtracted = name == "sub" and values[1].running
+        if name not in ADD or len(sums) != 1 or subtracted or sums[0].running != self._depth:
+            raise MixedError(_CARRY)
+        (total,), (addend,) = sums, [fact for fact in values if not fact.running]
+        if addend.number == 0:
+            return total
+        if addend.tail and not addend.zeros:
+            raise MixedError(_CARRY)
+        steps = total.steps or addend.steps or (-self._depth, TOKENS) not in addend.along
+        rest = frozenset(pair for pair in addend.along if pair[0] != -self._depth)
+        fact = self._combined(eqn, [total, addend._replace(along=rest)], [shapes[0]] * 2)
+        overs = token_facts.divisors([f for f in (total, addend) if f.overs])
+        return fact._replace(running=total.running, overs=overs, steps=steps, zeros=True)
+
+    def _psum(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
+        if CONTEXT not in collective_axes(eqn):
+            return [fact._replace(number=None) for fact in values]
+        if any(fact.tokens for fact in values):
+            raise token_facts.along_tokens(eqn)
+        return [TokenFact(fact.along) for fact in values]
+
+    def _collective(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
+        if CONTEXT in collective_axes(eqn):
+            hidden = [d for fact in values for d, s in fact.along if d < 0 and s == TOKENS]
+            opaque = (token_facts.opaque(len(shape_of(var))) for var in eqn.outvars)
+            return [fact.plus(hidden, TOKENS) for fact in opaque]
+        if eqn.primitive.name in ("pmax", "pmin"):
+            return [fact._replace(number=None, zeros=not fact.tail) for fact in values]
+        return self.default(eqn, values)
+
+    def _iota(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
+        dim, shape = eqn.params["dimension"], eqn.params["shape"]
+        if self._path in self._positions:
+            if shape[dim] != self._length:
+                raise token_facts.of_a_table(eqn)
+            return [TokenFact().plus([dim], TOKENS)]
+        if self._custom:
+            self._fixed.add(self._path)
+        return [TokenFact().plus([dim], self._path) if shape[dim] > 1 else TokenFact()]
+
+    def _random(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
+        key, rank = len(shape_of(eqn.invars[0])), len(shape_of(eqn.outvars[0]))
+        return [values[0].plus(range(key, rank), RANDOM)]
+
+    def _wrap(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
+        rank = len(shape_of(eqn.outvars[0]))
+        last = range(rank, len(shape_of(eqn.invars[0])))
+        return [token_facts.without_dims(values[0], last, rank + len(last))._replace(number=None)]
+
+    def _unwrap(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
+        ranks = len(shape_of(eqn.invars[0])), len(shape_of(eqn.outvars[0]))
+        return [values[0].plus(range(*ranks), OTHER)]
+
+    def _bitcast(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
+        if shape_of(eqn.invars[0]) != shape_of(eqn.outvars[0]):
+            return self.default(eqn, values)
+        return [values[0]._replace(number=None, zeros=not values[0].tail)]
+
+    def _pad(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
+        fact, value = values
+        shape = shape_of(eqn.invars[0])
+        for dim, (low, high, between) in enumerate(eqn.params["padding_config"]):
+            if not (low or high or between):
+                continue
+            after = not (low or between) and high > 0
+            if dim in fact.real(shape):
+                if low or between or fact.inner > 1:
+                    raise token_facts.along_tokens(eqn)
+                fact = token_facts.with_tail(eqn, fact, dim, int(high), zero=value.number == 0)
+            elif after and not fact.sources(dim) and shape[dim] % self._length == 0 < shape[dim]:
+                # Weights that are all one, say, padded as tokens are.
+                rows, zeros = shape[dim] // self._length, value.number == 0
+                fact = TokenFact(fact.along, rows=rows, tail=int(high), zeros=zeros)
+                fact = fact.plus([dim], TOKENS)
+            else:
+                fact = token_facts.acting_along(eqn, fact, [dim])
+        return [fact._replace(number=None)]
+
+    def _concatenate(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
+        dim, shapes = eqn.params["dimension"], list(map(shape_of, eqn.invars))
+        if any(dim in fact.real(shape) for fact, shape in zip(values, shapes, strict=True)):
+            raise token_facts.along_tokens(eqn)
+        values = [fact.mapped(lambda d, s: None if d == dim else (d, s)) for fact in values]
+        return [self._together(eqn, values, shapes).plus([dim], OTHER)]
+
+    def _stack(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
+        shapes, axis = list(map(shape_of, eqn.invars)), eqn.params["axis"]
+        fact = self._together(eqn, values, shapes)
+        places = {dim: dim + (dim >= axis) for dim in range(len(shapes[0]))}
+        return [fact.moved(places).plus([axis], OTHER)]
+
+    def _together(
+        self, eqn: jex.JaxprEqn, values: list[TokenFact], shapes: Sequence[Sequence[int]]
+    ) -> TokenFact:
+        """Returns the fact of values next to each other."""
+        fact = self._combined(eqn, values, shapes)
+        if any(f.partial for f in values):
+            return _added(eqn, values, fact)
+        return fact._replace(zeros=_zero_padding("add", values))
+
+    def _sort(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
+        dim, shapes = eqn.params["dimension"], list(map(shape_of, eqn.invars))
+        fact = self._combined(eqn, values, shapes)
+        return [token_facts.acting_along(eqn, fact, [dim])] * len(values)
+
+    def _dynamic_slice(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
+        fact, *starts = values
+        shape, sizes = shape_of(eqn.invars[0]), eqn.params["slice_sizes"]
+        for dim, (size, full) in enumerate(zip(sizes, shape, strict=True)):
+            if size == full:
+                continue
+            if dim in fact.real(shape):
+                raise token_facts.along_tokens(eqn)
+            fact = token_facts.cut(fact, dim)
+        moved = self._combined(eqn, [fact, *starts], [shape, *[()] * len(starts)])
+        if fact.partial:
+            if any(start.partial or start.tokens for start in starts):
+                raise token_facts.of_a_sum(eqn)
+            return [moved._replace(partial=True, overs=fact.overs)]
+        return [moved._replace(zeros=fact.zeros)]
+
+    def _dynamic_update_slice(
+        self, eqn: jex.JaxprEqn, values: list[TokenFact]
+    ) -> Sequence[TokenFact]:
+        (fact, update, *starts), shapes = values, list(map(shape_of, eqn.invars))
+        pairs = enumerate(zip(shapes[0], shapes[1], strict=True))
+        parts = [dim for dim, (full, size) in pairs if full != size]
+        if any(dim in fact.real(shapes[0]) | update.real(shapes[1]) for dim in parts):
+            raise token_facts.along_tokens(eqn)
+        update = update.mapped(lambda d, s: None if d in parts else (d, s))
+        return [self._combined(eqn, [fact, update, *starts], shapes).plus(parts, OTHER)]
+
+    def _gather(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
+        """Lookups: tokens may be in dims of the indices, and in full dims of the operand."""
+        fact, indices = values
+        shape, of_indices = map(shape_of, eqn.invars)
+        numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+        last = len(of_indices) - 1
+        if last in indices.real(of_indices):
+            raise token_facts.along_tokens(eqn)
+        places = dict(enumerate(index_dims(eqn)))
+        batch = dict(
+            zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+        )
+        removed = (*numbers.collapsed_slice_dims, *batch)
+        kept = [dim for dim in range(len(shape)) if dim not in removed]
+        of_fact = dict(zip(kept, sorted(numbers.offset_dims), strict=True))
+        of_fact |= {dim: places[at] for dim, at in batch.items()}
+        for dim, (size, full) in enumerate(zip(sizes, shape, strict=True)):
+            if dim in batch or size == full:
+                continue
+            if dim in fact.real(shape):
+                raise token_facts.along_tokens(eqn)
+            # A table for the tokens of one device has no entry for most positions of the row.
+            if full == self._length and fact.sources(dim) - {MODEL}:
+                raise token_facts.of_a_table(eqn)
+            fact = token_facts.cut(fact, dim)
+        moved, out = fact.moved(of_fact), shape_of(eqn.outvars[0])
+        found = self._combined(eqn, [moved, indices.moved(places)], [out, out])
+        return [found]
+
+    def _product(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
+        """Products: tokens may be in batch dims, in free dims of one operand, or summed."""
+        contracted, out = eqn.params["dimension_numbers"][0], shape_of(eqn.outvars[0])
+        shape = [*out, *(shape_of(eqn.invars[0])[d] for d in contracted[0])]
+        places = [
+            kept | {d: len(out) + at for at, d in enumerate(summed)}
+            for kept, summed in zip(kept_dims(eqn), contracted, strict=True)
+        ]
+        moved = [fact.moved(to) for fact, to in zip(values, places, strict=True)]
+        fact = self._combined(eqn, moved, [shape] * 2)
+        if any(f.partial for f in moved):
+            fact = _scaled(eqn, moved, fact)
+        fact = fact._replace(zeros=_zero_padding("mul", moved))
+        return [token_facts.summed(eqn, fact, range(len(out), len(shape)), shape)]
+
+    def _convolution(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
+        numbers, (fact, kernel) = eqn.params["dimension_numbers"], values
+        dims = fact.real(shape_of(eqn.invars[0]))
+        batched = eqn.params["batch_group_count"] == 1 and kernel.tokens == frozenset()
+        if not dims <= {numbers.lhs_spec[0]} | {d for d in dims if d < 0} or not batched:
+            raise token_facts.along_tokens(eqn)
+        to = {numbers.lhs_spec[0]: numbers.out_spec[0]}
+        hidden = kernel.moved({})
+        found = self._combined(eqn, [fact.moved(to), hidden], [shape_of(eqn.outvars[0])] * 2)
+        return [found.plus(numbers.out_spec[1:], OTHER)]
+
+
+def _of_one(
+    rule: Callable[[jex.JaxprEqn, TokenFact], TokenFact],
+    eqn: jex.JaxprEqn,
+    values: list[TokenFact],
+) -> Sequence[TokenFact]:
+    """Handles an operation that acts on each operand, or makes several results of one."""
+    made = [rule(eqn, fact) for fact in values]
+    return made * len(eqn.outvars) if len(made) == 1 else made
+
+
+def _check_sums(eqn: jex.JaxprEqn, values: Sequence[TokenFact]) -> None:
+    """Raises MixedError unless an operation may act on sums over the tokens of one device."""
+    name = eqn.primitive.name
+    if any(fact.steps for fact in values) and not any(fact.running for fact in values):
+        raise MixedError(_STEPS)
+    if any(fact.running for fact in values) and name not in (
+        *ADD,
+        *token_facts.IDENTITY,
+        "convert_element_type",
+    ):
+        raise MixedError(_CARRY)
+    if any(fact.partial for fact in values) and not (token_facts.keeps_a_sum(eqn) or name in _SUMS):
+        raise token_facts.of_a_sum(eqn)
+
+
+def _linear(eqn: jex.JaxprEqn, values: Sequence[TokenFact], fact: TokenFact) -> TokenFact:
+    """Returns the fact of an elementwise operation on sums over the tokens of one device."""
+    name = eqn.primitive.name
+    if name in ADD:
+        return _added(eqn, values, fact)
+    if name == "mul" or name == "div":
+        return _scaled(eqn, values, fact)
+    if name == "select_n":
+        if values[0].partial or values[0].tokens:
+            raise token_facts.of_a_sum(eqn)
+        return _added(eqn, values[1:], fact)
+    return fact._replace(partial=True, overs=values[0].overs)
+
+
+def _added(eqn: jex.JaxprEqn, values: Sequence[TokenFact], fact: TokenFact) -> TokenFact:
+    """Returns the fact of a total of sums over tokens, and of zeros."""
+    sums = [f for f in values if f.partial]
+    if any(not f.partial and f.number != 0 for f in values):
+        raise token_facts.of_a_sum(eqn)
+    return fact._replace(partial=True, overs=token_facts.divisors(sums), zeros=True)
+
+
+def _scaled(eqn: jex.JaxprEqn, values: Sequence[TokenFact], fact: TokenFact) -> TokenFact:
+    """Returns the fact of a sum over tokens times a factor, or divided by it."""
+    divides = eqn.primitive.name == "div"
+    one, other = values if values[0].partial or divides else reversed(values)
+    if not one.partial or other.partial or other.tokens:
+        raise token_facts.of_a_sum(eqn)
+    made = fact._replace(partial=True, overs=one.overs)
+    if other.number is None:
+        return made
+    if other.number == 0:
+        return made._replace(overs=frozenset()) if divides else TokenFact(number=0.0)
+    return made.divided(other.number if divides else 1 / other.number)
+
+
+def _zero_padding(name: str, values: Sequence[TokenFact]) -> bool:
+    """Returns True if the padding of tokens in the result is zeros, or there is none."""
+    padded = [fact.zeros for fact in values if fact.tail]
+    others = [fact for fact in values if not fact.tail]
+    if name == "mul" or name == "and":
+        return any(padded) or not padded
+    if name == "div":
+        return (values[0].zeros and values[0].tail > 0) or not padded
+    if name == "select_n" and values[0].tail and values[0].zeros:
+        return values[1].number == 0 or (values[1].tail > 0 and values[1].zeros)
+    keeps = (*ADD, "select_n", "neg", "abs", "convert_element_type", *token_facts.IDENTITY)
+    choice = name == "select_n"
+    zeros = all(fact.number == 0 for fact in (others[choice:] if choice else others))
+    return (all(padded) and zeros and name in keeps) or not padded
+
+
+def _number(eqn: jex.JaxprEqn, values: Sequence[TokenFact]) -> float | None:
+    """Returns the value of an operation on constants, None if it is no constant."""
+    numbers = [fact.number for fact in values]
+    arithmetic = _ARITHMETIC.get(eqn.primitive.name)
+    exact = eqn.primitive.name != "div" or jaxprs.is_float(eqn.outvars[0])
+    if arithmetic is None or None in numbers or not exact:
+        return None
+    try:
+        return arithmetic(*numbers)
+    except (ZeroDivisionError, OverflowError):
+        return None
+
+
+def _joined(sums: Sequence[TokenFact]) -> frozenset[float]:
+    """Returns the divisors of a value that is one of several sums over tokens."""
+    known = [fact for fact in sums if fact.overs]
+    if not sums:
+        return TokenFact().overs
+    return token_facts.divisors(known) if len(known) == len(sums) else known[0].overs
+
+
+def _times(fact: TokenFact, factor: float) -> list[float]:
+    # Divisors of a step in one precision differ by its rounding.
+    return sorted(float(f"{over * factor:.6g}") for over in fact.overs)
+
+
+class _GlobalPositions(Rewriter):
+    """Puts the global positions of the device's tokens in place of these iotas."""
+
+    def __init__(self, positions: frozenset[Source], size: int):
+        self._positions, self._size = positions, size
+        self._path: Path = ()
+        self.replaced: set[Source] = set()
+
+    def equation(self, eqn: jex.JaxprEqn, values: list[Atom]) -> Sequence[Atom]:
+        before, self._path = self._path, (*self._path, id(eqn))
+        if self._path in self._positions:
+            self.replaced.add(self._path)
+            made: Sequence[Atom] = self.run(_positions(eqn, self._size), [])
+        else:
+            made = super().equation(eqn, values)
+        self._path = before
+        return made
+
+
+def _positions(eqn: jex.JaxprEqn, size: int) -> jex.ClosedJaxpr:
+    """Returns what an iota along tokens is for the device's part of a row."""
+    shape, dim, dtype = (eqn.params[name] for name in ("shape", "dimension", "dtype"))
+
+    def positions() -> jax.Array:
+        along = chunks.positions(shape[dim]).astype(dtype)
+        return jax.lax.broadcast_in_dim(along, shape, (dim,))
+
+    closed = jax.make_jaxpr(positions, axis_env=[(CONTEXT, size)])()
+    return jaxprs.as_if_from(jaxprs.written_out(closed), eqn)
