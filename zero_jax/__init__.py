@@ -5,6 +5,7 @@ from zero_jax.adapters.lora import Lora as Lora
 from zero_jax.checkpoint.checkpoints import Checkpoints as Checkpoints
 from zero_jax.collectives import manual as manual
 from zero_jax.collectives.precision import Precision as Precision
+from zero_jax.context_parallel.attention import attention as attention
 from zero_jax.distributed.agreement import check_agreement as check_agreement
 from zero_jax.distributed.initialize import initialize as initialize
 from zero_jax.distributed.rendezvous import JoinError as JoinError

@@ -15,6 +15,7 @@ Shapes: B batch, T tokens of a row, C devices of `context`, N heads of queries, 
 values, H head dim. Outside `shard_map`, and without a `context` axis, C = 1 and nothing is sent.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -25,13 +26,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.collectives.gather_scatter import all_gather, psum_scatter
-from zero_jax.context_parallel import blocks, chunks
+from zero_jax.context_parallel import blocks, chunks, cudnn
 from zero_jax.sharding.mesh import CONTEXT
 
 Exchange: TypeAlias = Literal["all_gather", "all_to_all"]
-Implementation: TypeAlias = Literal["xla"]
+Implementation: TypeAlias = Literal["cudnn", "xla"]
 _Segments: TypeAlias = jax.Array | None
 _Gradients: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+# The exchange of a step's settings, while its loss is traced.
+_EXCHANGE = jax.make_user_context(None)
+
+
+def exchanged_by(exchange: Exchange | None) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which attention exchanges tokens in this way, unless it is given one."""
+    return _EXCHANGE(exchange)
 
 
 def attention(
@@ -61,9 +69,11 @@ def attention(
       is_causal: True if a token sees those up to itself, False if it sees all.
       window: Number of tokens that one sees, itself among them; None for no limit.
       scale: Factor of the scores; 1 / √H by default.
-      implementation: "xla", the default.
+      implementation: "cudnn", on full rows alone, or "xla", in blocks of queries and keys. By
+        default cuDNN's kernel where it takes the arguments.
       exchange: "all_gather" of keys and values, or "all_to_all" of heads, which requires that the
-        devices of `context` divide M. By default the one that sends fewer elements.
+        devices of `context` divide M. By default that of the settings of `Zero`; without one
+        "all_to_all" if a cuDNN kernel takes its full rows, else the one that sends fewer elements.
 
     Returns:
       (B, T, N, H), in the dtype of the inputs.
@@ -81,13 +91,16 @@ def attention(
     _check_choice("exchange", exchange, get_args(Exchange))
     if query.size == 0:
         return query
-    H = query.shape[-1]
+    exchange, implementation = _chosen(
+        *(query, key, segment_ids is not None),
+        *(exchange or _EXCHANGE.value, implementation),
+    )
     options = _Options(
         is_causal=is_causal,
         window=window,
-        scale=H**-0.5 if scale is None else float(scale),
-        implementation=implementation or "xla",
-        exchange=_chosen_exchange(exchange, query.shape[2], key.shape[2]),
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        implementation=implementation,
+        exchange=exchange,
     )
     return _attention(options, query, key, value, segment_ids)
 
@@ -149,18 +162,35 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"`{name}`={value!r}: use {' or '.join(map(repr, choices))}, or None")
 
 
-def _chosen_exchange(exchange: Exchange | None, heads: int, key_heads: int) -> Exchange:
-    """Returns the exchange that sends fewer elements, or the one that was asked for."""
-    C = chunks.size()
-    if C == 1:  # nothing is sent, and rows are full
-        return "all_to_all"
-    if exchange == "all_to_all" and key_heads % C:
+def _chosen(
+    q: jax.Array,
+    k: jax.Array,
+    packed: bool,
+    exchange: Exchange | None,
+    implementation: Implementation | None,
+) -> tuple[Exchange, Implementation]:
+    """Returns the exchange and the kernel: the given ones, else the best possible."""
+    C, N, M = chunks.size(), q.shape[2], k.shape[2]
+    if exchange == "all_to_all" and M % C:
         raise ValueError(
             f"`exchange`='all_to_all' gives each of {C} devices of the context axis some heads, "
-            f'but `key` has {key_heads}: a multiple of {C} is required. Use exchange="all_gather"'
+            f'but `key` has {M}: a multiple of {C} is required. Use exchange="all_gather"'
         )
-    fewer = key_heads % C == 0 and heads + key_heads < key_heads * C
-    return exchange or ("all_to_all" if fewer else "all_gather")
+    # With all-to-all, and where nothing is sent, a device has full rows of some heads.
+    is_full = M % C == 0 and (exchange != "all_gather" or C == 1)
+    against = "it needs full rows, which `exchange`='all_gather' does not give"
+    if is_full:
+        against = cudnn.reason_against(
+            q.dtype, q.shape[-1], packed=packed, grouped=N != M, elements=q.size
+        )
+    if implementation == "cudnn" and against:
+        raise ValueError(f"`implementation`='cudnn': {against}. Leave it out, or use \"xla\"")
+    if is_full and implementation != "xla" and not against:
+        return "all_to_all", "cudnn"
+    if C == 1:
+        return "all_to_all", "xla"
+    fewer = M % C == 0 and N + M < M * C
+    return exchange or ("all_to_all" if fewer else "all_gather"), "xla"
 
 
 # All collectives are inside, so that the trace of a model has one equation that exchanges tokens.
@@ -248,7 +278,28 @@ def _backward_in_blocks(options: _Options, residuals: Any, dout: jax.Array) -> _
     return blocks.backward(q, k, v, out, lse, dout, mask, options.scale)
 
 
-_KERNELS = {"xla": _Kernel(_forward_in_blocks, _backward_in_blocks)}
+def _forward_by_cudnn(
+    options: _Options, q: jax.Array, k: jax.Array, v: jax.Array, segments: _Segments
+) -> tuple[jax.Array, Any]:
+    run = functools.partial(
+        cudnn.attention,
+        segment_ids=segments,
+        is_causal=options.is_causal,
+        window=options.window,
+        scale=options.scale,
+    )
+    return jax.vjp(run, q, k, v)
+
+
+def _backward_by_cudnn(options: _Options, residuals: Any, dout: jax.Array) -> _Gradients:
+    grads: _Gradients = residuals(dout)
+    return grads
+
+
+_KERNELS = {
+    "xla": _Kernel(_forward_in_blocks, _backward_in_blocks),
+    "cudnn": _Kernel(_forward_by_cudnn, _backward_by_cudnn),
+}
 
 
 def _mask(options: _Options, tokens: int, segments: _Segments) -> blocks.Mask:

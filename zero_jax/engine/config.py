@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from zero_jax.collectives.gather_scatter import BUCKET_BYTES, Wire, check_bucket
 from zero_jax.collectives.precision import Precision, as_precision
 from zero_jax.collectives.quantised import BITS
+from zero_jax.context_parallel.attention import Exchange
 from zero_jax.engine import compiler
 from zero_jax.engine.lifetimes import LIFETIMES, TOUCH, Layers
 from zero_jax.low_bit.state import FP32, OptimizerStateDtype, check_kind
@@ -98,6 +99,14 @@ def _memory_limit(given: float | str | None) -> int | None:
     return None if given is None else parse_bytes(given, "memory_limit")
 
 
+def _exchange(given: Exchange | None) -> Exchange | None:
+    if given not in (None, *typing.get_args(Exchange)):
+        raise ValueError(
+            f"`context_exchange`={given!r}: use {' or '.join(typing.get_args(Exchange))}, or None"
+        )
+    return given
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Validated settings of a `Zero`, which documents them and the forms that each may have.
@@ -121,6 +130,7 @@ class Config:
     memory_limit: Converted[float | str | None, int | None] = Converted(_memory_limit, None)
     offload: Converted[str | host.Offload | None, host.Offload] = Converted(host.parse, None)
     secondary_shards: bool = False
+    context_exchange: Converted[Exchange | None, Exchange | None] = Converted(_exchange, None)
     skip_nonfinite: bool = True
     optimizer_state_dtype: Converted[OptimizerStateDtype, str] = Converted(check_kind, "fp32")
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from zero_jax.collectives import gather_scatter, lookup
 from zero_jax.collectives.precision import norm_of, sum_of_squares, two_sums
+from zero_jax.context_parallel import chunks
 from zero_jax.engine import execute, losses
 from zero_jax.engine.config import Config
 from zero_jax.engine.lazy_param import LazyParam, Param, full
@@ -76,7 +77,7 @@ class DeviceStep:
         self, params: PyTree, batch: PyTree, extras: tuple[PyTree, ...], scale: jax.Array
     ) -> Result:
         """Returns the global loss alone."""
-        views = self._views(jax.tree.leaves(params))
+        views, batch = self._views(jax.tree.leaves(params)), self._own_tokens(batch)
         extras = losses.fold_keys(extras, self._place)
         total, weight, aux = self._run(self._weights(*views), batch, extras)
         return self._result(*self._sums(total, weight), aux, (None, None, None))
@@ -85,7 +86,7 @@ class DeviceStep:
         self, params: PyTree, batch: PyTree, extras: tuple[PyTree, ...], scale: jax.Array
     ) -> Result:
         """Returns the global loss, and this device's shards of its gradients."""
-        views = self._views(jax.tree.leaves(params))
+        views, batch = self._views(jax.tree.leaves(params)), self._own_tokens(batch)
 
         def one(micro: PyTree, index: jax.Array | int) -> tuple[Micro, Leaves]:
             own = losses.fold_keys(extras, self._place * self.k + index)
@@ -94,6 +95,12 @@ class DeviceStep:
         (total, weight, undo, aux), grads = losses.accumulate(one, batch, self.k, self.traced.kinds)
         total, weight = self._sums(total, weight)
         return self._result(total, weight, aux, self._finish(grads, undo / (weight * scale)))
+
+    def _own_tokens(self, batch: PyTree) -> PyTree:
+        """Returns this device's tokens of its rows, if they are split over `context`."""
+        leaves, treedef = jax.tree.flatten(batch)
+        pairs = zip(leaves, self.traced.tokens, strict=True)
+        return jax.tree.unflatten(treedef, [chunks.take(x, 1) if own else x for x, own in pairs])
 
     def _one(
         self, views: Views, micro: PyTree, extras: tuple[PyTree, ...], scale: jax.Array
@@ -124,6 +131,8 @@ class DeviceStep:
         closed, outside = self.traced.closed, self.traced.outside
         how = execute.How(execute.evaluate, policy, bucket_bytes=bucket, outside=outside)
         total, weight, *aux = execute.run(closed, args, how, self.traced.positions)
+        if self.traced.weighted:
+            weight = jnp.where(weight < 0, jnp.nan, weight)
         return total, weight if outside else jax.lax.stop_gradient(weight), aux
 
     def _scaled_down(self, weight: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ from zero_jax.engine.trace import Traced, trace
 from zero_jax.offload import host
 from zero_jax.sharding import layout, paths
 from zero_jax.sharding.layout import Partition
-from zero_jax.sharding.mesh import batch_axes, batch_shards
+from zero_jax.sharding.mesh import batch_axes, batch_shards, row_axes
 from zero_jax.sharding.paths import PyTree
 
 
@@ -98,7 +98,7 @@ class GlobalLoss:
         traced = self.read(params, batch, extras, k)
         full, rest = jax.eval_shape(layout.unpad, params), jax.tree.structure(params)
         specs = jax.tree.unflatten(rest, [leaf.cut.spec for leaf in traced.leaves])
-        axes: PyTree = PartitionSpec(batch_axes(settings.mesh))
+        axes: PyTree = PartitionSpec(row_axes(settings.mesh))
         same: PyTree = PartitionSpec()
         # The gradient of a frozen leaf is a scalar zero.
         grads = [same if leaf.frozen else leaf.cut.spec for leaf in traced.leaves]

@@ -58,8 +58,6 @@ def taken_apart(out: PyTree, has_aux: bool) -> tuple[jax.Array, jax.Array, PyTre
             "devices. Scalars are real numbers; with has_aux=True return (loss, aux)"
         )
     total, weight = (jnp.asarray(p, jnp.float32) for p in parts)
-    if is_weighted:
-        weight = jnp.where(weight < 0, jnp.nan, weight)
     return total, weight, aux, is_weighted
 
 

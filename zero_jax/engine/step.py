@@ -27,7 +27,7 @@ _RESERVED = ("value", "finite", "apply")
 # Settings that must be equal in all processes.
 _COMPARED = (
     *("stage", "precision", "grad_accum_steps", "remat", "offload", "secondary_shards"),
-    *("skip_nonfinite", "optimizer_state_dtype"),
+    *("context_exchange", "skip_nonfinite", "optimizer_state_dtype"),
 )
 # Returns the settings that take the place of stage="auto", given parameters, batch and extras.
 Choose = Callable[[PyTree, PyTree, tuple[PyTree, ...]], Config]

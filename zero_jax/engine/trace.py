@@ -15,11 +15,21 @@ import jax.numpy as jnp
 from flax.core import meta
 from jax.sharding import PartitionSpec
 
+from zero_jax.context_parallel import chunks
+from zero_jax.context_parallel.attention import exchanged_by
+from zero_jax.context_parallel.split_loss import split_loss
 from zero_jax.engine import annotations, experts, lifetimes, losses, over_rows, param_plan
 from zero_jax.engine.config import Config
 from zero_jax.remat import policies
 from zero_jax.sharding import paths
-from zero_jax.sharding.mesh import AnyMesh, batch_axes, batch_shards, model_size, on_gpu
+from zero_jax.sharding.mesh import (
+    AnyMesh,
+    batch_axes,
+    batch_shards,
+    context_size,
+    model_size,
+    on_gpu,
+)
 from zero_jax.sharding.model_axis import named_activations
 from zero_jax.sharding.paths import PyTree
 from zero_jax.tracing import passes
@@ -43,6 +53,7 @@ class Traced:
       kinds: For each leaf of the aux how it is combined, see `losses`.
       undifferentiable: Text that names the parameters which loops of unknown length read; "" if
         there is no such loop.
+      tokens: For each leaf of the batch, True if its dim 1 is split over `context`.
       captured: Floats under an outer trace that the loss closes over: the last inputs.
       from_outside: Returns the same loss where more than trained parameters has a derivative:
         everything, or everything and the aux; see `outside.py`.
@@ -57,6 +68,7 @@ class Traced:
     aux: PyTree
     kinds: list[str]
     undifferentiable: str
+    tokens: Sequence[bool]
     captured: tuple[jax.Array, ...]
     from_outside: Callable[[bool], "Traced"]
     outside: bool = False
@@ -89,11 +101,21 @@ def trace(
     """
     parts = batch_shards(settings.mesh) * grad_accum_steps
     count = jax.tree.leaves(batch)[0].shape[0] // parts
-    extras = jax.eval_shape(lambda x: x, extras)
+    extras, size = jax.eval_shape(lambda x: x, extras), context_size(settings.mesh)
+    leaves, treedef = jax.tree.flatten(batch)
+    tokens = chunks.has_tokens(batch, size)
 
-    def program(count: int) -> tuple[jex.ClosedJaxpr, bool, PyTree]:
-        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), batch)
-        return _program(settings, loss_fn, full, rows, extras, has_aux)
+    def program(count: int, times: int = 1) -> tuple[jex.ClosedJaxpr, bool, PyTree]:
+        """Returns the loss of so many rows, and of so many times a device's tokens."""
+        shapes = [x.shape[1:] for x in leaves]
+        shapes = [
+            (own[0] // size * times, *own[1:]) if has else own
+            for own, has in zip(shapes, tokens, strict=True)
+        ]
+        pairs = zip(shapes, leaves, strict=True)
+        rows = [jax.ShapeDtypeStruct((count, *own), x.dtype) for own, x in pairs]
+        args = full, jax.tree.unflatten(treedef, rows), extras, has_aux
+        return _program(settings, loss_fn, *args)
 
     closed, weighted, aux = program(count)
     if not on_gpu(settings.mesh):
@@ -103,9 +125,15 @@ def trace(
     names = [name for name, _ in paths.named_leaves(full)]
     frozen = paths.frozen_leaves(full, settings.frozen)
     inputs, results = len(closed.jaxpr.invars), len(closed.jaxpr.outvars)
-    arrays = len(jax.tree.leaves(batch))
+    arrays = len(leaves)
     trained = [not still for still in frozen] + [False] * (inputs - len(frozen))
     _check_weight(closed, trained)
+    if size > 1:
+        split = [*[False] * len(names), *tokens]
+        split += [False] * (inputs - len(split))
+        flat = jax.tree_util.tree_flatten_with_path(aux)[0]
+        named = [jax.tree_util.keystr(path) for path, _ in flat]
+        closed = split_loss(closed, lambda: _opened(program(count, 2)[0])[0], split, size, named)
     of_batch = [len(names) <= at < len(names) + arrays for at in range(inputs)]
     over_rows.check(closed, trained, of_batch, parts=parts, weighted=weighted, told=told)
     # Keys are folded with the device; other extras are the same everywhere.
@@ -136,7 +164,7 @@ def trace(
             undifferentiable = ", ".join(looped) or "values derived from parameters"
         positions = read.positions(leaves, life)
         known = found, leaves, read.layers, positions, weighted, aux, kinds, undifferentiable
-        return Traced(*known, captured, from_outside, outside)
+        return Traced(*known, tokens, captured, from_outside, outside)
 
     def from_outside(aux: bool) -> Traced:
         return read([True] * inputs, [at < 2 or aux for at in range(results)], True)
@@ -194,7 +222,10 @@ def _program(
     found: list[tuple[bool, PyTree]] = []
 
     def call(params: PyTree, rows: PyTree, *extras: PyTree) -> PyTree:
-        with named_activations(settings.model_axis.rules):
+        with (
+            named_activations(settings.model_axis.rules),
+            exchanged_by(settings.context_exchange),
+        ):
             out = loss_fn(params, rows, *extras)
         total, weight, aux, weighted = losses.taken_apart(out, has_aux)
         found.append((weighted, jax.eval_shape(lambda: aux)))
