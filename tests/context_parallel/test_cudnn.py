@@ -305,4 +305,6 @@ def test_temporaries_of_packed_attention_are_linear_in_the_tokens():
         assert "__cudnn$fmhaSoftmax" in calls and "__cudnn$fmhaSoftmaxBackward" in calls
         expected = tokens * 32 * (4 * cudnn.DOCUMENTS + 2 * 2 * 128)
         assert audit.temp_bytes == pytest.approx(expected, rel=0.02)
+        # Two products forward and five backward, of each query with the keys up to its own.
+        assert audit.flops == 7 * 2 * 32 * (tokens * (tokens + 1) // 2) * 128
     assert long.temp_bytes == pytest.approx(4 * short.temp_bytes, rel=0.02)

@@ -1,11 +1,12 @@
 """FLOPs of compiled programs against closed forms: 2 a multiply-add, nothing else counted."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
 import pytest
-from hlo_lines import ARGUMENTS, FLOPS, computation, product, program
+from hlo_lines import ARGUMENTS, FLOPS, computation, loop, product, program
 from test_hlo import compile_on
 
 from zero_jax.hlo import hlo_text
@@ -93,7 +94,7 @@ STARTED = [f"%s = {UNDER_WAY} async-start(%shard, %a, %b), calls=%gemm",
            f"%u = {UNDER_WAY} async-update(%s), calls=%gemm",
            f"%d = {RESULT} async-done(%u), calls=%gemm"]  # fmt: skip
 OTHERS = [f"%o{n} = {called('f32[4,8]', '%a', 'mine')}" for n in range(2)] + [
-    "%p = " + called("f32[4,8]", "%a", "__cudnn$fmhaSoftmax"),
+    "%p = " + called("f32[4,8]", "%a", "__cudnn$norm"),
     "%room = " + called("f32[4,8]", "", "AllocateBuffer"),
 ]
 SPELLINGS = {
@@ -124,5 +125,57 @@ def test_flops_in_the_spellings_of_the_gpu_compiler(name):
             flops_of(text)
     else:
         assert flops_of(text) == want
-        calls = ("__cudnn$fmhaSoftmax", "mine") if lines[0] in OTHERS else ()
+        calls = ("__cudnn$norm", "mine") if lines[0] in OTHERS else ()
         assert Flops(hlo_text.parse(text)).uncounted() == calls
+
+
+# cuDNN's attention: B rows, N heads of queries and 2 of keys, T tokens, heads of D numbers.
+
+T = 96
+
+
+def attention(mask="CAUSAL", window=0, documents=1, backward=False, escape=False):
+    name = "__cudnn$fmhaSoftmax" + "Backward" * backward
+    config = {
+        "intermediate_tensor_shape": {
+            "element_type": "BF16",
+            "dimensions": [*map(str, (B, N, T, T))],
+        },
+        "mask_type": mask,
+        "sliding_window_length": window,
+        "max_seg_per_batch": documents,
+    }
+    config = json.dumps({"cudnn_fmha_backend_config": config})
+    config = '"' + config.replace('"', '\\"') + '"' if escape else config
+    return "%p = " + called("bf16[9]", "%q, %k, %k", name, f", backend_config={config}")
+
+
+QKV = {"q": f"bf16[{B},{T},{N},{D}]", "k": f"bf16[{B},{T},2,{D}]"}
+HALF, WINDOW = sum(t + 1 for t in range(T)), sum(min(t + 1, 10) for t in range(T))
+
+
+@pytest.mark.parametrize(
+    ("call", "pairs", "products"),
+    [({}, HALF, 2), ({"backward": True}, HALF, 5), ({"mask": "NO_MASK"}, T * T, 2),
+     ({"window": 10}, WINDOW, 2), ({"window": T + 5, "escape": True}, HALF, 2),
+     ({"mask": "PADDING", "documents": 64}, T * T, 2),
+     ({"mask": "PADDING_CAUSAL", "documents": 64, "backward": True}, HALF, 5)],
+)  # fmt: skip
+def test_attention_multiplies_the_pairs_that_its_mask_leaves(call, pairs, products):
+    found = Flops(hlo_text.parse(program(QKV, attention(**call))))
+    assert found.total() == products * 2 * B * N * pairs * D
+    assert found.uncounted() == () and found.documents() == (64 if "documents" in call else 0)
+
+
+def test_the_loop_over_further_documents_of_a_row_costs_nothing_and_another_is_an_error():
+    first = attention(documents=64)
+    lines, texts = loop("l", QKV, QKV, [first.replace("%p", "%again")], trips=None)
+    named = [
+        line + ', metadata={op_name="jit(f)/transpose(jvp(further_documents))/while"}'
+        if " while(" in line
+        else line
+        for line in lines
+    ]
+    assert flops_of(program(QKV, first, *named, computations=texts)) == 4 * B * N * HALF * D
+    with pytest.raises(ValueError, match="trip count"):
+        flops_of(program(QKV, first, *lines, computations=texts))

@@ -6,6 +6,7 @@ import types
 
 import pytest
 from hlo_lines import computation, gather, loop, program
+from test_flops import HALF, QKV, B, D, N, T, attention
 
 from zero_jax.hlo import aot, collectives, hlo_text, latencies, roofline
 from zero_jax.hlo.targets import target, topology
@@ -223,15 +224,22 @@ def test_of_a_conditional_the_branch_that_takes_longest_runs():
     calls = [computation("one", given(numbers), line), computation("none", given(numbers))]
     choice = "conditional(%which, %g, %g), branch_computations={%none, %one}"
     shapes = given(numbers) | {"which": "pred[]"}
-    library = '%y = bf16[9] custom-call(%g), custom_call_target="__cudnn$fmhaSoftmax"'
+    library = '%y = bf16[9] custom-call(%g), custom_call_target="__cudnn$norm"'
     t = estimate(shapes, library, f"%c = bf16[{numbers}] {choice}", computations=calls)
     assert t.exposed_seconds == pytest.approx(wire)
     said = " ".join(t.assumptions)
     peaks = ("989.4 TFLOP/s", "3352 GB/s", "450 GB/s", "50 GB/s", "400 GB/s")
-    for part in ("expensive branch", "__cudnn$fmhaSoftmax", "h100", *peaks):
+    for part in ("expensive branch", "__cudnn$norm", "h100", *peaks):
         assert part in said
     said = " ".join(sent("all-gather", 64, "replica_groups={}").assumptions)
-    assert "conditional" not in said and "library" not in said
+    assert not any(part in said for part in ("conditional", "library", "packed"))
+
+
+def test_attention_takes_the_time_of_its_products_and_packed_rows_are_assumed_short():
+    t = estimate(QKV, attention(documents=64))
+    assert t.compute_seconds == pytest.approx(4 * B * N * HALF * D / PEAK)
+    assert t.traffic_bytes == 2 * (B * T * (N + 2) * D + 9)
+    assert "64 documents" in " ".join(t.assumptions)
 
 
 def test_a_wrapped_collective_is_under_way_until_its_done():

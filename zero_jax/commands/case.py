@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import optax
 
 from zero_jax.adapters.lora import Lora
+from zero_jax.context_parallel import cudnn
 from zero_jax.engine import grads
 from zero_jax.engine.config import Stage
 from zero_jax.hlo.targets import Target
 from zero_jax.models import families, optimizers
-from zero_jax.models.attend import kernel_for
 from zero_jax.plan import model_states
 from zero_jax.plan.plans import Plan
 from zero_jax.plan.text_model import TextModel, shifted
-from zero_jax.sharding.mesh import context_size
+from zero_jax.sharding.mesh import batch_shards, context_size
 from zero_jax.sharding.paths import PyTree
 from zero_jax.zero import Zero
 
@@ -82,16 +82,20 @@ class Case:
 
     def attention_on(self, target: Target) -> str:
         """Formats the attention kernel of a run on this target, and that of packed documents."""
-        if target.platform != "cuda":
-            return "attention: in blocks of queries"
-        config, names = self.config, {"cudnn": "cuDNN", "xla": "in blocks of queries"}
+        config, said = self.config, list[str]()
         head_dim = getattr(config, "head_dim", config.width // config.heads)
-        dtype, said = self.zero.precision.compute, list[str]()
-        for packed in (False, True):
-            kernel, reason = kernel_for(dtype, head_dim, self.row, packed=packed)
-            said.append(names[kernel] + (f" ({reason})" if reason else ""))
-        text = "; packed documents: ".join(dict.fromkeys(said))
-        return f"attention on a GPU: {text}. A compile check uses blocks of queries"
+        rows = self.rows // batch_shards(self.zero.mesh)
+        with cudnn.compiling_for(target.platform, target.compute_capability):
+            for packed in (False, True):
+                reason = cudnn.reason_against(
+                    self.zero.precision.compute,
+                    head_dim,
+                    packed=packed,
+                    grouped=getattr(config, "kv_heads", config.heads) < config.heads,
+                    elements=rows * self.row * config.heads * head_dim,
+                )
+                said.append(f"in blocks of queries ({reason})" if reason else "cuDNN")
+        return "attention: " + "; packed documents: ".join(dict.fromkeys(said))
 
     def plan(self, stage: Stage, **options: Any) -> Plan:
         """Returns the plan of a stage; options are those of `planning.of`."""

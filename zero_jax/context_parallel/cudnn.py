@@ -132,16 +132,13 @@ def reason_against(
     cuDNN supports bfloat16 and float16, not float32
     """
     target, dtype = kernel_target(), jnp.dtype(dtype)
-    if target.platform != "gpu" or target.capability is None:
-        return "cuDNN requires an NVIDIA GPU"
+    needs, least = ("packed documents require", _PACKED) if packed else ("cuDNN requires", _FUSED)
+    if target.platform != "gpu" or (target.capability or (0, 0)) < least:
+        return f"{needs} an NVIDIA GPU of compute capability {least[0]}.{least[1]}"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN supports bfloat16 and float16, not {dtype}"
     if head_dim % 8 or head_dim > LARGEST_HEAD:
         return f"head dim {head_dim} is not a multiple of 8 up to {LARGEST_HEAD}"
-    least = _PACKED if packed else _FUSED
-    if target.capability < least:
-        kind = "packed documents require" if packed else "cuDNN's attention requires"
-        return f"{kind} compute capability {least[0]}.{least[1]}"
     if not target.present and _partitioned_axes():
         axes = " and ".join(_partitioned_axes())
         return f"a compile check cannot partition cuDNN's kernel over {axes}"

@@ -41,7 +41,6 @@ NOT_SHOWN = {
     "cuda": (
         "library workspace (cuBLAS, cuDNN) and NCCL's buffers, often 1 to 3 GB together",
         "kernels chosen by autotuning, which may use more or less scratch memory",
-        "cuDNN's fused attention: the model's attention for other devices is compiled instead",
     ),
     "tpu": (
         "elements sent: the compiler turns gathers and scatters into all-reduces",

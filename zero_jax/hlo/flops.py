@@ -1,8 +1,8 @@
 """Floating-point operations of a compiled program, counted in its text.
 
 Two for each multiply-add of a matrix product or a convolution, also inside fusions, loops (times
-their trips) and library calls; elementwise work is not counted. XLA's own count is empty for GPU
-programs that were compiled without a GPU.
+their trips) and library calls such as attention; elementwise work is not counted. XLA's own count
+is empty for GPU programs that were compiled without a GPU.
 """
 
 import functools
@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from zero_jax.hlo.hlo_text import Computation, Instruction, Program
+from zero_jax.names import FURTHER_DOCUMENTS
 
 Cost: TypeAlias = tuple[float, ...]
 _GEMM = re.compile(r"__cublas\$|__onednn\$matmul|__triton_gemm")
 _CONVOLUTION = re.compile(r"__cudnn\$conv")
+_ATTENTION = re.compile(r"__cudnn\$fmha")
 _NO_WORK = re.compile(r"AllocateBuffer$")
 
 
@@ -43,6 +45,8 @@ class Totals:
         if i.kind == "conditional":
             return max((cost for cost, _ in inside), default=self._nothing)
         if any(times is None and any(cost) for cost, times in inside):
+            if FURTHER_DOCUMENTS in i.op_name:
+                return self._nothing  # see `Flops.documents`
             raise ValueError(
                 f"the loop {i.name} has no trip count in the program, so its cost is unknown: "
                 "use a loop of fixed length (jax.lax.scan)"
@@ -72,12 +76,24 @@ class Flops(Totals):
         return int(self.instruction(i)[0])
 
     def uncounted(self) -> tuple[str, ...]:
-        """Returns the library calls whose work is not counted (cuDNN's attention, kernels)."""
+        """Returns the library calls whose work is not counted, such as other kernels."""
+        calls = {i.target for i in self._library_calls()}
+        known = (_GEMM, _CONVOLUTION, _ATTENTION, _NO_WORK)
+        return tuple(sorted(t for t in calls if not any(kind.search(t) for kind in known)))
+
+    def documents(self) -> int:
+        """Returns the documents of a packed row in one call of cuDNN's attention; 0 without calls.
+
+        They are counted as one document, and the loop over further ones as none.
+        """
+        calls = (i for i in self._library_calls() if _ATTENTION.search(i.target))
+        counts = (_setting(i, r'"max_seg_per_batch": *"?(\d+)') for i in calls)
+        return max((int(count) for count in counts if count != "1"), default=0)
+
+    def _library_calls(self) -> Iterable[Instruction]:
         computations = self.program.computations.values()
         instructions = (i for c in computations for i in c.instructions.values())
-        calls = {i.target for i in instructions if i.kind == "custom-call"}
-        known = (_GEMM, _CONVOLUTION, _NO_WORK)
-        return tuple(sorted(t for t in calls if not any(kind.search(t) for kind in known)))
+        return (i for i in instructions if i.kind == "custom-call")
 
 
 def _products(i: Instruction) -> tuple[int] | None:
@@ -88,13 +104,36 @@ def _products(i: Instruction) -> tuple[int] | None:
         return (_dot(i, i.attributes.get("lhs_contracting_dims", "")),)
     if i.kind == "convolution" or _CONVOLUTION.search(i.target):
         return (_convolution(i),)
+    if _ATTENTION.search(i.target):
+        return (_attention(i),)
     if _GEMM.search(i.target):
-        config = i.config.replace("\\", "")
-        found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', config)
-        if found is None:
-            raise ValueError(f"cannot read the contracted dims of {i.name}: {config[:200]}")
-        return (_dot(i, found[1]),)
+        return (_dot(i, _setting(i, r'"lhs_contracting_dimensions":\[([^\]]*)\]')),)
     return (0,)  # named by `Flops.uncounted`
+
+
+def _setting(i: Instruction, pattern: str) -> str:
+    """Returns the part of a call's configuration that a pattern matches."""
+    config = i.config.replace("\\", "")
+    found = re.search(pattern, config)
+    if found is None:
+        raise ValueError(f"cannot read {pattern} of {i.name}: {config[:200]}")
+    return found[1]
+
+
+def _attention(i: Instruction) -> int:
+    """Two products of queries and keys that a mask leaves, and five in the backward pass.
+
+    There the scores are computed again, as by all kernels of this kind.
+    """
+    sizes = _setting(i, r'"intermediate_tensor_shape".*?"dimensions": *\[([^\]]*)\]')
+    batch, heads, queries, keys = map(int, re.findall(r"\d+", sizes))
+    pairs = queries * keys
+    if "CAUSAL" in _setting(i, r'"mask_type": *"(\w+)"'):
+        window = int(_setting(i, r'"sliding_window_length": *"?(\d+)')) or keys
+        seen = min(window, keys, queries)  # by one query at most
+        pairs = queries * seen - seen * (seen - 1) // 2
+    products = 5 if "Backward" in i.target else 2
+    return products * 2 * batch * heads * pairs * i.inputs[0].arrays[0].dims[-1]
 
 
 def _result(i: Instruction) -> tuple[int, ...]:

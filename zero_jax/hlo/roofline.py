@@ -125,7 +125,7 @@ def step_time(
         communication_bytes=clock.communication_bytes,
         model_flops_fraction=fraction,
         target=target,
-        assumptions=_assumptions(target, flops.uncounted(), collectives),
+        assumptions=_assumptions(target, flops, collectives),
     )
 
 
@@ -304,7 +304,7 @@ def _devices_per_host(c: Collective, num_devices: int, host_devices: int) -> int
 
 
 def _assumptions(
-    target: Target, uncounted: Sequence[str], collectives: Sequence[Collective]
+    target: Target, flops: Flops, collectives: Sequence[Collective]
 ) -> tuple[str, ...]:
     fast, slow, in_host = target.fast_wire / 1e9, target.slow_wire / 1e9, target.host_devices
     found = [
@@ -324,6 +324,11 @@ def _assumptions(
     ]
     if any(c.conditional for c in collectives):
         found.append("The more expensive branch of a conditional runs.")
-    if uncounted:
+    if documents := flops.documents():
+        found.append(
+            "cuDNN's attention over a packed row takes as long as over one document. A row has at "
+            f"most {documents} documents; with more the kernel runs again."
+        )
+    if uncounted := flops.uncounted():
         found.append(f"The FLOPs of these library calls are left out: {', '.join(uncounted)}.")
     return tuple(found)
