@@ -13,9 +13,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+import zero_jax
 from zero_jax import releases
+from zero_jax.commands.case import Case
 from zero_jax.context_parallel import cudnn
 from zero_jax.hlo import aot, targets
+from zero_jax.models import gpt
 
 B, T, N, M, H = 2, 40, 4, 2, 8
 BF16 = jnp.bfloat16
@@ -265,36 +268,52 @@ def test_rows_of_one_document_take_the_public_function(window):
     assert "mask_type=MaskType.CAUSAL" in text and "while" not in text
 
 
-# Programs of the GPU compiler.
+# Programs for absent GPUs.
 
 
-def audit_of(tokens, segments):
-    """Attention of one row of each of 8 devices, forward and backward, for an absent H100."""
+def gradients_of(tokens, packed, key_heads=8):
+    """Gradients of attention over one row of each of 8 devices, their arguments and the mesh."""
     mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    part = NamedSharding(mesh, PartitionSpec("data"))
-    shapes = [((8, tokens, n, 128), BF16) for n in (32, 8, 8)] + [((8, tokens), jnp.int32)]
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    shapes = [((8, tokens, n, 128), BF16) for n in (32, key_heads, key_heads)]
+    shapes.append(((8, tokens), jnp.int32))
 
     def gradients(q, k, v, ids):
         def loss(q, k, v):
-            out = cudnn.attention(q, k, v, segment_ids=ids if segments else None)
+            out = cudnn.attention(q, k, v, segment_ids=ids if packed else None)
             return jnp.sum(out.astype(jnp.float32) ** 2)
 
         return jax.grad(loss, (0, 1, 2))(q, k, v)
 
-    args = [jax.ShapeDtypeStruct(*shape, sharding=part) for shape in shapes]
-    mapped = jax.shard_map(
-        *(gradients,), mesh=mesh, in_specs=part.spec, out_specs=part.spec, check_vma=False
-    )
+    args = [jax.ShapeDtypeStruct(*shape, sharding=rows) for shape in shapes]
+    specs = {"in_specs": rows.spec, "out_specs": rows.spec}
+    return jax.shard_map(gradients, mesh=mesh, **specs, check_vma=False), args, mesh
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_step_for_an_absent_gpu_is_exported_with_cudnns_calls(packed):
+    fn, args, _ = gradients_of(256, packed)
     target = targets.target("h100")
     with cudnn.compiling_for(target.platform, target.compute_capability):
-        return aot.compile_for(target, mapped, args, mesh, donated=0)
+        exported = jax.export.deserialize(bytearray(aot._exported(target, fn, args)))
+    text = exported.mlir_module()
+    # In the loops over further documents: forward in both passes, backward in one.
+    assert text.count("@__cudnn$fmhaSoftmax(") == (3 if packed else 1)
+    assert text.count("@__cudnn$fmhaSoftmaxBackward(") == (2 if packed else 1)
+
+
+def audit_of(tokens):
+    fn, args, mesh = gradients_of(tokens, True)
+    target = targets.target("h100")
+    with cudnn.compiling_for(target.platform, target.compute_capability):
+        return aot.compile_for(target, fn, args, mesh, donated=0)
 
 
 @pytest.mark.compile
 @pytest.mark.skipif(not releases.GROUPED_OFFSETS, reason="its packed attention has no key groups")
 def test_temporaries_of_packed_attention_are_linear_in_the_tokens():
     """Statistics of D documents, an output and its cotangent; no array has T² elements."""
-    short, long = (audit_of(tokens, True) for tokens in (1024, 4096))
+    short, long = map(audit_of, (1024, 4096))
     for audit, tokens in ((short, 1024), (long, 4096)):
         instructions = [
             i for c in audit.program.computations.values() for i in c.instructions.values()
@@ -308,3 +327,19 @@ def test_temporaries_of_packed_attention_are_linear_in_the_tokens():
         # Two products forward and five backward, of each query with the keys up to its own.
         assert audit.flops == 7 * 2 * 32 * (tokens * (tokens + 1) // 2) * 128
     assert long.temp_bytes == pytest.approx(4 * short.temp_bytes, rel=0.02)
+
+
+@pytest.mark.compile
+def test_a_compile_check_of_a_model_calls_cudnn_where_the_run_does():
+    config = gpt.GPTConfig(layers=2, width=128, heads=2, vocab=96, seq=256, attention="cudnn")
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(8), 3, precision=zero_jax.Precision("bf16"))
+    case = Case(config, zero, "adamw", 8)
+    target = targets.target("h100")
+    assert case.attention_on(target) == "attention: cuDNN"
+    plan = case.plan(3, target=target)
+    instructions = [
+        i for c in plan.compiled.program.computations.values() for i in c.instructions.values()
+    ]
+    calls = {i.target for i in instructions if "cudnn" in i.target}
+    assert calls == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+    assert plan.compiled.uncounted == () and not any("attention" in x for x in plan.not_shown)
