@@ -185,6 +185,21 @@ def test_unrolled_layers_keep_their_inputs_and_run_forward_again():
 
 
 @pytest.mark.compile
+def test_scanned_layers_keep_their_inputs_in_host_memory():
+    """Six of eight layers are in the loop. XLA compiles none that joins two saved inputs."""
+
+    def loss(params, x):
+        layer = lambda x, w: (x + jnp.tanh(x @ w), None)  # noqa: E731
+        return jnp.mean(jnp.square(jax.lax.scan(layer, 2 * x, params)[0].astype(jnp.float32)))
+
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(N), 3, precision="bf16", remat="block@host")
+    params = zero.eval_shape(lambda: jnp.ones((8, D, D)))
+    batch = jax.ShapeDtypeStruct((N * B, T, D), BF16)
+    plan = zero.plan(loss, zero.optimizer(optax.sgd(0.1)), params, batch, target="h100")
+    assert plan.compiled.host_bytes == plan.predicted.host == 8 * CARRY
+
+
+@pytest.mark.compile
 @pytest.mark.parametrize(("stage", "policy"), [(2, "none"), (3, "block")])
 def test_full_gradients_of_unrolled_layers_do_not_stay_alive(stage, policy, monkeypatch):
     """With one row a device weights are larger than activations: two layers' worth is held."""

@@ -15,7 +15,8 @@ gradients of a layer's matrices are required when the matmuls of the iteration a
 activations pass no barrier in a loop: XLA would copy them.
 
 Two iterations share a loop body. In a body with one, XLA copies whatever the loop carries. The
-number of layers in a loop is therefore even, and up to three layers are outside of it.
+number of layers in a loop is therefore even, and up to three layers are outside of it. A forward
+pass that saves activations in host memory has one iteration in its body.
 
 Parameters that are last used after the layers, the heads, are gathered while the last layer runs,
 and their gradients are reduced during its backward pass. A small last layer of a model
@@ -155,12 +156,19 @@ class ExplicitLayers:
         """Returns the inputs of a layer."""
         return [_slice(env[n], i) if n in self.stacks else env[n] for n in link.reads]
 
-    def over_loop(self, iteration: Callable[..., Any], state: Any, *, back: bool = False) -> Any:
+    def over_loop(
+        self,
+        iteration: Callable[..., Any],
+        state: Any,
+        *,
+        back: bool = False,
+        unroll: int = UNROLL,
+    ) -> Any:
         """Runs an iteration for all layers of the loop; returns the state and the stacked rest."""
         first, last = (self.links[at].index or 0 for at in (self.loop[0], self.loop[-1]))
         indices = jnp.arange(min(first, last), max(first, last) + 1)
         reverse = (last < first) != back
-        return jax.lax.scan(iteration, state, indices, reverse=reverse, unroll=UNROLL)
+        return jax.lax.scan(iteration, state, indices, reverse=reverse, unroll=unroll)
 
 
 def _slice(x: jax.Array, i: Any) -> jax.Array:
@@ -264,7 +272,12 @@ class _Forward:
             return (link.block.gather(following), carry), (ys, held)
 
         state = params, [env[n] for n in carried]
-        (params, carry), (ys, self.looped) = layers.over_loop(body, state)
+        # XLA for GPUs does not compile a loop that joins the saved values of two iterations in host
+        # memory (jaxlib 0.10.2 and 0.12.0.1). The layers before the loop save alike.
+        saved = [x for held in self.saved.values() for x in held.arrays]
+        hosted = any(jax.typeof(x).memory_space == jax.memory.Space.Host for x in saved)
+        unroll = 1 if hosted else UNROLL
+        (params, carry), (ys, self.looped) = layers.over_loop(body, state, unroll=unroll)
         env.update(zip(carried, carry, strict=True))
         for n, y in zip(link.makes[len(carried) :], ys, strict=True):
             pieces[n][link.index or 0] = y
