@@ -69,7 +69,7 @@ def load(config: Config) -> RunPlan:
     if seq_len > known.seq:
         raise ValueError(f"--seq-len {seq_len}: the model supports at most {known.seq} tokens")
     config = dataclasses.replace(config, seq_len=seq_len, vocab_size=known.vocab)
-    return RunPlan(config, TextModel(known, config.adapters(config.seed)), data)
+    return RunPlan(config, TextModel(known, config.adapters(config.seed), zero_jax.attention), data)
 
 
 def rate(config: Config) -> optax.Schedule:

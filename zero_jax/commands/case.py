@@ -10,6 +10,7 @@ import optax
 
 from zero_jax.adapters.lora import Lora
 from zero_jax.context_parallel import cudnn
+from zero_jax.context_parallel.attention import attention
 from zero_jax.engine import grads
 from zero_jax.engine.config import Stage
 from zero_jax.hlo.targets import Target
@@ -49,7 +50,7 @@ class Case:
 
     @functools.cached_property
     def model(self) -> TextModel:
-        return TextModel(self.config, self.lora)
+        return TextModel(self.config, self.lora, attention)
 
     @property
     def row(self) -> int:
