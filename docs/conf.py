@@ -55,6 +55,7 @@ CONTENTS = {
         "parallelism",
         "experts",
         "experts-estimates",
+        "long-context",
         "pipelines",
     ],
     "Measurements": ["performance", "performance-tables", "plan-accuracy", "memory"],

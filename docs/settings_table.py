@@ -26,6 +26,7 @@ UNITS = ("steps", "bytes", "seconds", "hours", "tokens", "batches", "processes")
 # The pages that explain a setting or a group.
 LINKS = {
     "mesh": "parallelism.md",
+    "context_parallel": "long-context.md",
     "stage": "plan.md#let-zero_jax-choose",
     "precision": "mixed-precision.md",
     "grad_accum_steps": "gradient-accumulation.md",

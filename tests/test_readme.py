@@ -26,6 +26,7 @@ LINK = re.compile(r"\]\((?!https://)([^)#\s]*)(?:#([^)\s]*))?\)")
 PRINTS = {
     "README.md": [r"\A(loss \d+\.\d{3}\n){3}\Z"], "docs/offload.md": ["pinned_host", "step 3"],
     "docs/plan.md": ["'optimizer_state'"], "docs/finetuning.md": ["params/layers_0/kernel", "loss"],
+    "docs/long-context.md": [r"\Aas on one device True\n\Z"],
     "docs/parallelism.md": ["'model'", "block@partitioned"], "docs/losses.md": [r"\Aweight 21\n\Z"],
     "docs/checkpoints.md": ["step 4: restored", "{'sample': 32}"],
     "docs/states.md": [r"\Auint8\nfloat32\n\Z"], "docs/multi-node.md": [r"\A\(64, 8\) 1\n\Z"],
