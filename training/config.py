@@ -42,7 +42,7 @@ class RunSettings:
         None, "Export the transformers model, adapters merged.", metavar="FOLDER"
     )
     lora_init_from: str | None = setting(
-        None, "PEFT adapters to start from, of the rank in --lora-rank.", metavar="FOLDER"
+        None, "PEFT adapters to start from, of the same rank.", metavar="FOLDER"
     )
 
 
@@ -98,7 +98,7 @@ class LogSettings:
         0, "Steps between comparisons of replicas; 0: none.", least=0
     )
     wandb_project: str | None = setting(
-        None, "Weights & Biases project (requires pip install wandb).", metavar="NAME"
+        None, "W&B project (requires pip install wandb).", metavar="NAME"
     )
     profile: bool = setting(False, "Trace steps 10 to 12 into the run's folder.")
     debug: bool = setting(False, "Show tracebacks of errors.")
