@@ -268,7 +268,8 @@ def reshaped(eqn: jex.JaxprEqn, fact: TokenFact) -> TokenFact:
                 raise along_tokens(eqn)
             inner, tail = inner // new[rest[-1]], tail // new[rest[-1]]
             along.add((rest.pop(), MODEL))
-        along |= {(dim, TOKENS) for dim in rest}
+        # A dim of one element beside them is any dim.
+        along |= {(dim, TOKENS) for dim in rest if new[dim] > 1 or len(rest) == 1}
     return fact._replace(along=frozenset(along), rows=rows, inner=inner, tail=tail)
 
 
