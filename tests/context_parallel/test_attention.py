@@ -98,6 +98,7 @@ CASES = [
     (8, "all_gather", 4, 2, {"window": 99}, 0),
     (8, "all_gather", 2, 1, {"window": 1}, 0),
     (8, "all_to_all", 8, 8, {}, 6),
+    (8, "all_to_all", 16, 2, {"window": 7}, 3),
 ]
 
 
@@ -329,8 +330,8 @@ def test_wrong_arguments_are_named():
     for arrays, options, message in wrong:
         with pytest.raises(ValueError, match=message):
             attention(*arrays, **options)
-    with pytest.raises(ValueError, match="`exchange`='all_to_all'.*multiple of 4"):
-        split(functools.partial(attention, exchange="all_to_all"), 4)(q, k, v)
+    with pytest.raises(ValueError, match="`exchange`='all_to_all'.*8 must divide 4"):
+        split(functools.partial(attention, exchange="all_to_all"), 8)(q, k, v)
 
     def odd(*arrays):
         return attention(*(x[:, 1:] for x in arrays))

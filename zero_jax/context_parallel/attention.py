@@ -9,7 +9,8 @@ of the row in one of two ways:
   3 · 2·M·H·T elements per row.
 - `all_to_all`: heads are exchanged for tokens, so that a device has full rows of N / C heads
   (Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509, section 3.2). The three passes send
-  3 · (2·N + 2·M)·H·T / C elements: queries, keys, values and the output, or their gradients.
+  3 · (2·N + 2·M)·H·T / C elements: queries, keys, values and the output, or their gradients. With
+  more devices than heads of keys, heads of keys are repeated: C instead of M.
 
 Shapes: B batch, T tokens of a row, C devices of `context`, N heads of queries, M of keys and
 values, H head dim. Outside `shard_map`, and without a `context` axis, C = 1 and nothing is sent.
@@ -71,9 +72,10 @@ def attention(
       scale: Factor of the scores; 1 / √H by default.
       implementation: "cudnn", on full rows alone, or "xla", in blocks of queries and keys. By
         default cuDNN's kernel where it takes the arguments.
-      exchange: "all_gather" of keys and values, or "all_to_all" of heads, which requires that the
-        devices of `context` divide M. By default that of the settings of `Zero`; without one
-        "all_to_all" if a cuDNN kernel takes its full rows, else the one that sends fewer elements.
+      exchange: "all_gather" of keys and values, or "all_to_all" of heads, which requires that C
+        divides N, and divides M or is a multiple of it. By default that of the settings of `Zero`;
+        without one "all_to_all" if a cuDNN kernel takes its full rows, else the one that sends
+        fewer elements.
 
     Returns:
       (B, T, N, H), in the dtype of the inputs.
@@ -95,6 +97,9 @@ def attention(
         *(query, key, segment_ids is not None),
         *(exchange or _EXCHANGE.value, implementation),
     )
+    if exchange == "all_to_all" and (times := chunks.size() // key.shape[2]) > 1:
+        # A head of keys is sent to every device that has queries for it.
+        key, value = (jnp.repeat(x, times, axis=2) for x in (key, value))
     options = _Options(
         is_causal=is_causal,
         window=window,
@@ -171,17 +176,20 @@ def _chosen(
 ) -> tuple[Exchange, Implementation]:
     """Returns the exchange and the kernel: the given ones, else the best possible."""
     C, N, M = chunks.size(), q.shape[2], k.shape[2]
-    if exchange == "all_to_all" and M % C:
+    heads = max(M, C)  # of keys, as they are sent by all-to-all
+    splits = heads % C == 0 and heads % M == 0 and N % heads == 0
+    if exchange == "all_to_all" and not splits:
         raise ValueError(
             f"`exchange`='all_to_all' gives each of {C} devices of the context axis some heads, "
-            f'but `key` has {M}: a multiple of {C} is required. Use exchange="all_gather"'
+            f"but there are {N} of queries and {M} of keys: {C} must divide {N}, and divide {M} or "
+            'be a multiple of it. Use exchange="all_gather"'
         )
     # With all-to-all, and where nothing is sent, a device has full rows of some heads.
-    is_full = M % C == 0 and (exchange != "all_gather" or C == 1)
+    is_full = splits and (exchange != "all_gather" or C == 1)
     against = "it needs full rows, which `exchange`='all_gather' does not give"
     if is_full:
         against = cudnn.reason_against(
-            q.dtype, q.shape[-1], packed=packed, grouped=N != M, elements=q.size
+            q.dtype, q.shape[-1], packed=packed, grouped=N != heads, elements=q.size
         )
     if implementation == "cudnn" and against:
         raise ValueError(f"`implementation`='cudnn': {against}. Leave it out, or use \"xla\"")
@@ -189,7 +197,7 @@ def _chosen(
         return "all_to_all", "cudnn"
     if C == 1:
         return "all_to_all", "xla"
-    fewer = M % C == 0 and N + M < M * C
+    fewer = splits and N + heads < M * C
     return exchange or ("all_to_all" if fewer else "all_gather"), "xla"
 
 
