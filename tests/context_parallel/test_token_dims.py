@@ -1,6 +1,7 @@
 """Losses along the tokens of a row: mixed positions are an error, others are right on a mesh."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 import zero_jax
 from zero_jax.context_parallel import chunks
-from zero_jax.context_parallel.token_dims import averages, split_tokens
+from zero_jax.context_parallel.token_dims import averages, check_constants, split_tokens
 from zero_jax.models.cross_entropy import chunked_cross_entropy
 from zero_jax.tracing.jaxpr import as_function, written_out
 
@@ -52,10 +53,10 @@ def params():
 def batch():
     rng = np.random.default_rng(0)
     return {
-        "tokens": rng.integers(0, V, (B, T)),
-        "labels": rng.integers(0, V, (B, T)),
+        "tokens": rng.integers(0, V, (B, T), np.int32),
+        "labels": rng.integers(0, V, (B, T), np.int32),
         "weights": rng.integers(0, 2, (B, T)).astype(np.float32),
-        "positions": np.tile(np.arange(T), (B, 1)) % 5,
+        "positions": np.tile(np.arange(T, dtype=np.int32), (B, 1)) % 5,
     }
 
 
@@ -404,6 +405,10 @@ MIXED = {
     "two orders": (lambda p, x: softly(x * turned(x)), TOKENS),
     "padding": (lambda p, x: softly(jnp.pad(x, ((0, 0), (0, 2), (0, 0))) + 1), "padding"),
     "recurrent": (lambda p, x: softly(carries(recurrent, jnp.zeros((B, D)), x)[1]), LOOP),
+    "recurrent in one chunk": (
+        lambda p, x: softly(carries(recurrent, jnp.zeros(x.shape), x.reshape(B, 1, -1, D))[1]),
+        LOOP,
+    ),
     "decay": (
         lambda p, x: softly(carries(lambda h, x: (0.5 * h + x, None), jnp.zeros((B, D)), x)[0]),
         LOOP,
@@ -512,6 +517,41 @@ def test_a_mean_is_divided_by_twice_as_much_if_there_are_twice_the_tokens():
         name: averages(facts(loss, 4), facts(loss, 8)) for name, loss in (AVERAGES | OTHERS).items()
     }
     assert found == dict.fromkeys(AVERAGES, True) | dict.fromkeys(OTHERS, False)
+
+
+CONSTANT = {
+    "mean": lambda x: jnp.mean(jnp.sin(x)),
+    "sum of ones": lambda x: jnp.sum(x) / jnp.sum(jnp.ones(x.shape)),
+    "positions": lambda x: jnp.sum(x * jnp.sin(jnp.arange(x.shape[1]) / 64)[:, None]),
+    "chunks": lambda x: jax.lax.map(lambda x: jnp.sum(x / 8), x.reshape(-1, 2, D)).sum(),
+    "layers": lambda x: jnp.sum(jax.lax.fori_loop(0, 3, lambda _, x: jnp.sin(x), x)),
+    "weights": lambda x: padded_losses(x, jnp.ones(x.shape[:2]))[0],
+}
+DEPENDENT = {
+    "scaled tokens": lambda x: jnp.sum(jnp.sin(x / x.shape[1])),
+    "scaled positions": lambda x: jnp.sum(x.mT * (jnp.arange(x.shape[1]) / x.shape[1])),
+    "from the end": lambda x: jnp.sum(x * (x.shape[1] - 1 - jnp.arange(x.shape[1]))[:, None]),
+    "first half": lambda x: jnp.sum(x[:, :, 0] * (jnp.arange(x.shape[1]) < x.shape[1] // 2)),
+    "by a sum of positions": lambda x: jnp.sum(x) / jnp.sum(1.0 * jnp.arange(x.shape[1])),
+    "by a part of a table": lambda x: jnp.sum(x * jnp.sum(jnp.sin(np.arange(64.0))[: x.shape[1]])),
+    "iterations": lambda x: jnp.sum(jax.lax.fori_loop(0, x.shape[1], lambda _, x: jnp.sin(x), x)),
+}
+
+
+def padded_losses(x, weights):
+    flat = x.reshape(-1, D), jnp.ones((V, D)), jnp.zeros(weights.size, int), weights.reshape(-1)
+    return chunked_cross_entropy(*flat, 3)
+
+
+def test_only_divisors_of_sums_depend_on_the_number_of_tokens():
+    for name, loss in (CONSTANT | DEPENDENT).items():
+        one, two = (jax.make_jaxpr(loss)(jnp.ones((B, tokens, D))) for tokens in (4, 8))
+        if name in CONSTANT:
+            check_constants(one, two, [True])
+        else:
+            line = f"{__file__}:{loss.__code__.co_firstlineno}: "
+            with pytest.raises(ValueError, match=f"{re.escape(line)}.*depends on the length"):
+                check_constants(one, two, [True])
 
 
 def test_dims_of_results():

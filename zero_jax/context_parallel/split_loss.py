@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import jax.extend.core as jex
 
-from zero_jax.context_parallel.token_dims import averages, split_tokens
+from zero_jax.context_parallel.token_dims import averages, check_constants, split_tokens
 from zero_jax.context_parallel.token_facts import TokenFact
 
 
@@ -32,7 +32,9 @@ def split_loss(
       ValueError: An operation mixes positions, or a result is no sum or mean over tokens.
     """
     made, facts = split_tokens(closed, tokens, size)
-    doubled = split_tokens(longer(), tokens, size)[1]
+    twice = longer()
+    check_constants(closed, twice, tokens)
+    doubled = split_tokens(twice, tokens, size)[1]
     if not averages(facts[:2], doubled[:2]):
         raise ValueError(
             "the loss function must return a mean over all tokens of the batch, or "

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from zero_jax.context_parallel import chunks, token_facts
 from zero_jax.context_parallel.token_facts import (
     ADD,
+    GATHERED,
+    MERGED,
     MODEL,
     OTHER,
     RANDOM,
@@ -36,6 +38,8 @@ from zero_jax.tracing.sharded_dims import index_dims, kept_dims
 from zero_jax.tracing.sources import line_of
 
 Path = tuple[int, ...]
+# The calls and loops that an equation is in, and itself.
+Around = tuple[jex.JaxprEqn, ...]
 _ELEMENTWISE = ELEMENTWISE | {"square", "lgamma", "digamma", "clz", "bessel_i0e", "bessel_i1e"}
 _ELEMENTWISE |= {"random_clone", "random_seed", "random_fold_in"}
 _SUMS = frozenset(("psum", "psum_invariant"))
@@ -104,28 +108,70 @@ def split_tokens(
     Traceback (most recent call last):
     ValueError: ...slice along the tokens of a row...
     """
+    analysis, facts = _analysed(closed, tokens)
+    if not analysis.positions:
+        return closed, facts
+    rewriter = _GlobalPositions(analysis.positions, size)
+    new = rewriter(closed)
+    assert rewriter.replaced == analysis.positions
+    return new, facts
+
+
+def check_constants(
+    closed: jex.ClosedJaxpr, doubled: jex.ClosedJaxpr, tokens: Sequence[bool]
+) -> None:
+    """Checks that no number or size in a loss depends on the number of tokens of a device.
+
+    Divisors of sums may, for a mean, and so may sizes of arrays of tokens.
+
+    Args:
+      closed: See `split_tokens`.
+      doubled: The same loss, traced with twice the number of tokens.
+      tokens: See `split_tokens`.
+
+    Raises:
+      ValueError: One does. The message names the user's line.
+
+    >>> def traced(loss, tokens):
+    ...     return jax.make_jaxpr(loss)(jnp.ones((2, tokens)))
+    >>> def check(loss):
+    ...     check_constants(traced(loss, 4), traced(loss, 8), [True])
+    >>> check(lambda x: jnp.mean(jnp.sin(x)))
+    >>> check(lambda x: jnp.mean(jnp.sin(x / x.shape[1])))
+    Traceback (most recent call last):
+    ValueError: ...depends on the length of a row...
+    """
+    one, two = (_analysed(program, tokens)[0].numbers for program in (closed, doubled))
+    if len(one) == len(two):
+        pairs = zip(one, two, strict=True)
+        differ = [(a, around) for (a, around), (b, _) in pairs if a != b]
+    else:  # other operations, as with other chunks
+        known = {number for number, _ in two}
+        differ = [(number, around) for number, around in one if number not in known]
+    for number, around in differ[:1]:
+        line = next(filter(None, map(line_of, around[::-1])), "")
+        raise ValueError(
+            f"{line}{token_facts.word(around[-1])}: {number:g} depends on the length of a row, but "
+            "each device of the context axis has a part of the row. Divide only sums by it, or "
+            "pass it in the batch"
+        )
+
+
+def _analysed(closed: jex.ClosedJaxpr, tokens: Sequence[bool]) -> tuple["_Tokens", list[TokenFact]]:
+    """Returns the analysis of a loss that knows its positions, and the facts of the results."""
     shapes = list(map(shape_of, closed.jaxpr.invars))
     (length,) = {shape[1] for shape, has in zip(shapes, tokens, strict=True) if has}
-    inputs = [
-        TokenFact().plus([d for d, n in enumerate(shape) if n > 1 and (d, has) != (1, True)], MODEL)
-        for shape, has in zip(shapes, tokens, strict=True)
-    ]
-    inputs = [
-        fact.plus([1], TOKENS) if has else fact for fact, has in zip(inputs, tokens, strict=True)
-    ]
+    inputs = []
+    for shape, has in zip(shapes, tokens, strict=True):
+        others = [d for d, size in enumerate(shape) if size > 1 and not (has and d == 1)]
+        inputs.append(TokenFact().plus(others, MODEL).plus([1] * has, TOKENS))
     positions = frozenset[Source]()
     while True:
         analysis = _Tokens(length, positions)
         facts = analysis.facts(closed, inputs)
         if analysis.met <= positions:
-            break
+            return analysis, facts
         positions |= analysis.met
-    if not positions:
-        return closed, facts
-    rewriter = _GlobalPositions(positions, size)
-    new = rewriter(closed)
-    assert rewriter.replaced == positions
-    return new, facts
 
 
 def averages(facts: Sequence[TokenFact], doubled: Sequence[TokenFact]) -> bool:
@@ -161,15 +207,18 @@ class _Tokens(Forward[TokenFact]):
     """The lattice of `TokenFact`, for a number of tokens of one device.
 
     Attributes:
-      met: The iotas that are combined with tokens, each by the path of its equation: the identities
-        of the calls and loops that it is in, and its own.
+      positions: The iotas that are global positions, each by the path of its equation: the
+        identities of the calls and loops that it is in, and its own.
+      met: Those that are combined with tokens.
+      numbers: Numbers in operations, and sizes of dims without tokens, with their equations.
     """
 
     def __init__(self, length: int, positions: frozenset[Source]):
         super().__init__()
-        self._length, self._positions = length, positions
+        self._length, self.positions = length, positions
         self.met: set[Source] = set()
-        self._path: Path = ()
+        self.numbers: list[tuple[float, Around]] = []
+        self._around: Around = ()
         self._depth = 0  # of loops
         # Iotas in functions with a custom derivative, which has a trace of its own.
         self._fixed: set[Source] = set()
@@ -194,6 +243,7 @@ class _Tokens(Forward[TokenFact]):
             "dynamic_slice": self._dynamic_slice,
             "dynamic_update_slice": self._dynamic_update_slice,
             "gather": self._gather,
+            "reduce_sum": self._reduce_sum,
             "dot_general": self._product,
             "conv_general_dilated": self._convolution,
         }
@@ -209,18 +259,29 @@ class _Tokens(Forward[TokenFact]):
         return facts
 
     def equation(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
-        before, self._path = self._path, (*self._path, id(eqn))
+        before, self._around = self._around, (*self._around, eqn)
         try:
             if eqn.primitive.name not in _WITH_BODIES:
                 _check_sums(eqn, values)
+                for atom, fact in zip(eqn.invars, values, strict=True):
+                    self._note_sizes(shape_of(atom), fact)
             made = super().equation(eqn, values)
         except MixedError as error:
             line = line_of(eqn)
             if not line:  # known of the call or loop around it
                 raise
             raise ValueError(f"{line}{error}") from None
-        self._path = before
+        self._around = before
         return made
+
+    def _note_sizes(self, shape: Sequence[int], fact: TokenFact) -> None:
+        """Notes sizes that must not depend on the number of tokens."""
+        sources = [(d, s) for d, s in fact.along if d >= 0 and shape[d] > 1]
+        dims = {d for d, s in sources if s in (MODEL, OTHER) or isinstance(s, tuple)}
+        self.numbers += [(shape[d], self._around) for d in sorted(dims)]
+
+    def _path(self) -> Path:
+        return tuple(map(id, self._around))
 
     def constant(self, atom: Atom, value: Any) -> TokenFact:
         shape = shape_of(atom)
@@ -260,7 +321,7 @@ class _Tokens(Forward[TokenFact]):
             raise MixedError(_JOINED)
         first = one if one.tokens else other
         along = one.along | other.along
-        if any(d in first.tokens and s in (MODEL, OTHER) for d, s in along):
+        if any(d in first.tokens and token_facts.is_table(s) for d, s in along):
             raise MixedError(_JOINED)
         self._meets({s for d, s in along if d in first.tokens and isinstance(s, tuple)})
         along = frozenset((d, s) for d, s in along if s == TOKENS or d not in first.tokens)
@@ -310,6 +371,8 @@ class _Tokens(Forward[TokenFact]):
         if any((0, TOKENS) in fact.along for fact in values[start + count :]):
             state = list(map(self._state, self._changed(eqn, start, count), eqn.outvars, starts))
             values = [*values[:start], *state, *values[start + count :]]
+        else:
+            self.numbers.append((eqn.params["length"], self._around))
         made = list(super().scan(eqn, values))
         self._depth -= 1
         for fact, first in zip(values[start : start + count], starts, strict=True):
@@ -349,7 +412,9 @@ class _Tokens(Forward[TokenFact]):
         return made
 
     def _exchanged(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> list[TokenFact]:
-        pairs = zip(values, map(shape_of, eqn.invars), strict=True)
+        pairs = list(zip(values, map(shape_of, eqn.invars), strict=True))
+        if any(self._is_short(f, shape, dim) for f, shape in pairs for dim in range(len(shape))):
+            raise token_facts.of_a_table(eqn)
         fact, shape = next(((f, shape) for f, shape in pairs if f.dims), (TokenFact(), None))
 
         def result(var: jex.Var) -> TokenFact:
@@ -361,6 +426,11 @@ class _Tokens(Forward[TokenFact]):
             return kept.plus(others, OTHER)._replace(zeros=not fact.tail)
 
         return list(map(result, eqn.outvars))
+
+    def _is_short(self, fact: TokenFact, shape: Sequence[int], dim: int) -> bool:
+        """Returns True for a dim of a table with an entry for each token of this device."""
+        entries = shape[dim] == self._length and not fact.tokens
+        return entries and bool(fact.sources(dim) - {MODEL, MERGED, GATHERED})
 
     # Operations.
 
@@ -389,7 +459,10 @@ class _Tokens(Forward[TokenFact]):
         fact = self._combined(eqn, values, shapes)
         if any(f.partial for f in values):
             return [_linear(eqn, values, fact)]
-        return [fact._replace(zeros=_zero_padding(name, values), number=_number(eqn, values))]
+        number = _number(eqn, values)
+        if number is None:
+            self.numbers += [(f.number, self._around) for f in values if f.number is not None]
+        return [fact._replace(zeros=_zero_padding(name, values), number=number)]
 
     def _running(
         self, eqn: jex.JaxprEqn, values: list[TokenFact], shapes: Sequence[Sequence[int]]
@@ -423,7 +496,8 @@ class _Tokens(Forward[TokenFact]):
     def _collective(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
         if CONTEXT in collective_axes(eqn):
             hidden = [d for fact in values for d, s in fact.along if d < 0 and s == TOKENS]
-            opaque = (token_facts.opaque(len(shape_of(var))) for var in eqn.outvars)
+            ranks = (len(shape_of(var)) for var in eqn.outvars)
+            opaque = (token_facts.opaque(rank, GATHERED) for rank in ranks)
             return [fact.plus(hidden, TOKENS) for fact in opaque]
         if eqn.primitive.name in ("pmax", "pmin"):
             return [fact._replace(number=None, zeros=not fact.tail) for fact in values]
@@ -431,13 +505,14 @@ class _Tokens(Forward[TokenFact]):
 
     def _iota(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
         dim, shape = eqn.params["dimension"], eqn.params["shape"]
-        if self._path in self._positions:
+        path = self._path()
+        if path in self.positions:
             if shape[dim] != self._length:
                 raise token_facts.of_a_table(eqn)
             return [TokenFact().plus([dim], TOKENS)]
         if self._custom:
-            self._fixed.add(self._path)
-        return [TokenFact().plus([dim], self._path) if shape[dim] > 1 else TokenFact()]
+            self._fixed.add(path)
+        return [TokenFact().plus([dim], path) if shape[dim] > 1 else TokenFact()]
 
     def _random(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
         key, rank = len(shape_of(eqn.invars[0])), len(shape_of(eqn.outvars[0]))
@@ -553,7 +628,7 @@ class _Tokens(Forward[TokenFact]):
             if dim in fact.real(shape):
                 raise token_facts.along_tokens(eqn)
             # A table for the tokens of one device has no entry for most positions of the row.
-            if full == self._length and fact.sources(dim) - {MODEL}:
+            if self._is_short(fact, shape, dim):
                 raise token_facts.of_a_table(eqn)
             fact = token_facts.cut(fact, dim)
         moved, out = fact.moved(of_fact), shape_of(eqn.outvars[0])
@@ -573,7 +648,20 @@ class _Tokens(Forward[TokenFact]):
         if any(f.partial for f in moved):
             fact = _scaled(eqn, moved, fact)
         fact = fact._replace(zeros=_zero_padding("mul", moved))
-        return [token_facts.summed(eqn, fact, range(len(out), len(shape)), shape)]
+        return [self._summed(eqn, fact, range(len(out), len(shape)), shape)]
+
+    def _reduce_sum(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
+        return [self._summed(eqn, values[0], eqn.params["axes"], shape_of(eqn.invars[0]))]
+
+    def _summed(
+        self, eqn: jex.JaxprEqn, fact: TokenFact, axes: Sequence[int], shape: Sequence[int]
+    ) -> TokenFact:
+        made = token_facts.summed(eqn, fact, axes, shape)
+        if not made.partial and made.number is None:
+            # Along uniform dims a sum is a product with their size.
+            sizes = (shape[dim] for dim in axes if not fact.sources(dim))
+            self.numbers += [(size, self._around) for size in sizes]
+        return made
 
     def _convolution(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
         numbers, (fact, kernel) = eqn.params["dimension_numbers"], values

@@ -5,7 +5,9 @@ these tokens, in their order. Dims of a loop count too: inside a loop over chunk
 belongs to the tokens of one iteration. Such a dim is a negative number, the depth of the loop.
 """
 
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,6 +18,8 @@ from zero_jax.tracing.jaxpr import is_float, shape_of
 # What the elements along a dim come from. A dim without a source is uniform: all are equal.
 TOKENS, RANDOM = "tokens", "random"
 MODEL = "model"  # a full dim of a parameter, or of an array of the batch without tokens
+MERGED = "merged"  # rows, or elements of each token, that were merged with tokens
+GATHERED = "gathered"  # the result of a collective over `context`
 OTHER = "other"
 # A tuple is an iota: the path of its equation, see `token_dims.py`.
 Source = str | tuple[int, ...]
@@ -43,6 +47,8 @@ _WORDS = {
     "max": "maximum",
     "min": "minimum",
     "broadcast_in_dim": "broadcast",
+    "iota": "jnp.arange",
+    "custom_vjp_call": "a function with a custom gradient",
 }
 # Sums in one loss that are divided by more different numbers have an unknown divisor.
 _MOST_DIVISORS = 16
@@ -97,8 +103,8 @@ class TokenFact(NamedTuple):
       tail: Number of elements of padding at the end.
       zeros: True if the padding is zeros, or there is none.
       partial: True for a sum over the tokens of this device alone.
-      overs: Products of the literal numbers that the addends of such a sum were divided by; empty
-        if unknown.
+      overs: Products of the literal numbers that the addends of such a sum were divided by, each
+        over the number of times that it adds the same value; empty if unknown.
       number: Value of a constant whose elements are all equal.
       running: Depth of the loop over tokens that carries it as a sum, or 0.
       steps: True if it counts iterations of a loop over tokens.
@@ -165,6 +171,11 @@ class TokenFact(NamedTuple):
         return self if self.tokens else self._replace(rows=1, inner=1, tail=0, zeros=True)
 
 
+def is_table(source: Source) -> bool:
+    """Returns True if elements from this source cannot be those of a device's tokens."""
+    return source not in (TOKENS, RANDOM) and not isinstance(source, tuple)
+
+
 def opaque(rank: int, source: Source = OTHER) -> TokenFact:
     """Returns the fact of an array without tokens that differs along all dims."""
     return TokenFact().plus(range(rank), source)
@@ -192,7 +203,7 @@ def combined(
     (first, dims), *others = with_tokens
     if any(fact.layout != first.layout or real != dims for fact, real in others):
         raise of_pairs(eqn)
-    if any(dim in dims and source in (MODEL, OTHER) for dim, source in along):
+    if any(dim in dims and is_table(source) for dim, source in along):
         raise along_tokens(eqn) if eqn.primitive.name == "dot_general" else of_a_table(eqn)
     tokens = frozenset(dim for dim, source in along if source == TOKENS)
     rest = {(dim, source) for dim, source in along if dim not in tokens}
@@ -255,22 +266,34 @@ def reshaped(eqn: jex.JaxprEqn, fact: TokenFact) -> TokenFact:
         between = math.prod(old[dim] for dim in range(tokens[0], tokens[-1]) if dim not in real)
         trail = math.prod(old[tokens[-1] + 1 : before[-1] + 1])
         first = tokens[0] == min(real) and not tail
-        last = tokens[-1] == max(dim for dim in real)
+        last = tokens[-1] == max(real)
         if between > 1 or (lead > 1 and not first) or (trail > 1 and not last):
             raise along_tokens(eqn)
         rows, inner, tail = rows * lead, inner * trail, tail * trail
-        rest = list(after)
-        while first and rows > 1 and len(rest) > 1 and rows % new[rest[0]] == 0:
-            rows //= new[rest[0]]
-            along.add((rest.pop(0), MODEL))
-        while last and inner > 1 and len(rest) > 1 and inner % new[rest[-1]] == 0:
-            if tail % new[rest[-1]]:
+        sizes = [new[dim] for dim in after]
+        head = _leading(sizes, rows) if first else 0
+        end = _leading(sizes[head:][::-1], inner) if last else 0
+        if head:
+            rows = 1
+        if end:
+            if tail % inner:
                 raise along_tokens(eqn)
-            inner, tail = inner // new[rest[-1]], tail // new[rest[-1]]
-            along.add((rest.pop(), MODEL))
+            inner, tail = 1, tail // inner
+        rest = after[head : len(after) - end]
+        along |= {(dim, MERGED) for dim in after if dim not in rest}
         # A dim of one element beside them is any dim.
         along |= {(dim, TOKENS) for dim in rest if new[dim] > 1 or len(rest) == 1}
     return fact._replace(along=frozenset(along), rows=rows, inner=inner, tail=tail)
+
+
+def _leading(sizes: Sequence[int], count: int) -> int:
+    """Returns how many of the first dims, but not all, have exactly `count` elements; or 0.
+
+    >>> _leading([2, 3, 4], 6), _leading([2, 3, 4], 4), _leading([2, 3], 6)
+    (2, 0, 0)
+    """
+    products = list(itertools.accumulate(sizes[:-1], operator.mul))
+    return products.index(count) + 1 if count > 1 and count in products else 0
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:
@@ -347,13 +370,13 @@ def summed(
                 "device would be added. Multiply with weights that are padded with zeros"
             )
         fact = fact._replace(partial=True)
+    if fact.partial:
+        # Along uniform dims a sum is multiplied by their size, which may be the number of tokens.
+        uniform = [shape[dim] for dim in axes if not fact.sources(dim)]
+        fact = fact.divided(1 / max(math.prod(uniform), 1))
     if fact.number is not None and not fact.tokens:
         fact = fact._replace(number=fact.number * math.prod(shape[dim] for dim in axes))
     return without_dims(fact, axes, len(shape)).settled()
-
-
-def reduce_sum(eqn: jex.JaxprEqn, fact: TokenFact) -> TokenFact:
-    return summed(eqn, fact, eqn.params["axes"], shape_of(eqn.invars[0]))
 
 
 def unstacked(eqn: jex.JaxprEqn, fact: TokenFact) -> TokenFact:
@@ -400,7 +423,6 @@ OF_ONE: dict[str, Callable[[jex.JaxprEqn, TokenFact], TokenFact]] = {
     "squeeze": squeezed,
     "reshape": reshaped,
     "slice": sliced,
-    "reduce_sum": reduce_sum,
     "unstack": unstacked,
     "split": split,
     "fft": transformed,
