@@ -298,11 +298,12 @@ PARAMS = {"w": (D, D), "kernel": (3, D, D), "table": (SEQ, D), "mixer": (T // 2,
 X = "x"
 
 
-def refused(loss, size=2):
+def refused(loss, size=2, inline=False):
     """Returns the message of a loss of x (B, T, D), or "" if there is none."""
     shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in PARAMS.items()}
     x = jax.ShapeDtypeStruct((B, T // size, D), jnp.float32)
     traced = jax.make_jaxpr(loss, axis_env=[(CONTEXT, size)])(shapes, x)
+    traced = written_out(traced) if inline else traced
     try:
         split_tokens(traced, [*[False] * len(shapes), True], size)
     except ValueError as error:
@@ -433,6 +434,7 @@ MIXED = {
 def test_a_loss_that_mixes_positions_is_an_error_that_names_the_line(name):
     loss, part = MIXED[name]
     message = refused(loss)
+    assert refused(loss, inline=True) == message
     lines = [f"{__file__}:{f.__code__.co_firstlineno + 1}: " for f in (softly, carries, recurrent)]
     lines += [f"{__file__}:{loss.__code__.co_firstlineno}: "]
     assert message.startswith(tuple(lines)) or name == "two orders"

@@ -22,6 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from zero_jax.tracing.sources import line_of
+
 T = TypeVar("T")
 Atom = jex.Var | jex.Literal
 AnyJaxpr = jex.Jaxpr | jex.ClosedJaxpr
@@ -442,10 +444,15 @@ def inlined_from(
 class _Inliner(Rewriter):
     def __init__(self, calls: frozenset[str], branches: bool):
         self._calls, self._branches = calls, branches
+        self._call: jex.JaxprEqn | None = None
 
     def equation(self, eqn: jex.JaxprEqn, values: list[Atom]) -> Sequence[Atom]:
+        eqn = self._with_line(eqn)
         if eqn.primitive.name in self._calls:
-            return self.run(inner(eqn), values)
+            outer, self._call = self._call, eqn
+            made = self.run(inner(eqn), values)
+            self._call = outer
+            return made
         if eqn.primitive.name == "cond" and self._branches:
             cases = [self.run(branch, values[first:]) for branch, first in bodies(eqn)]
             chosen = [
@@ -453,6 +460,13 @@ class _Inliner(Rewriter):
             ]
             return [v for eqn in chosen for v in self.append(eqn, eqn.invars)]
         return self.append(eqn, values)
+
+    def _with_line(self, eqn: jex.JaxprEqn) -> jex.JaxprEqn:
+        """Gives an equation of a library's function, as jnp.cumsum, the line that calls it."""
+        if self._call is None or line_of(eqn):
+            return eqn
+        frames = self._call.source_info.traceback
+        return eqn.replace(source_info=eqn.source_info.replace(traceback=frames))
 
 
 def by_equation(jaxpr: jex.Jaxpr, fun: Callable[[jex.JaxprEqn], T | None]) -> dict[int, T]:
