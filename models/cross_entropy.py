@@ -2,7 +2,8 @@
 
 Shapes: D width, V vocab, M tokens of a batch, C chunks of K tokens (C * K >= M), P columns of
 the embedding.
-Costs (V, D) + (M, D) words in fp32 for the gradients, and `chunk` x V for the logits.
+Costs (V, D) in fp32 and (M, D) in fp32, or bf16 if x is, for the gradients, and `chunk` x V in fp32
+for the logits.
 """
 
 import functools
@@ -25,7 +26,7 @@ def chunked_cross_entropy(
 
     The gradient of a cross entropy needs nothing that comes after it but one scalar. So when it
     is differentiated the forward scan, which has the logits at hand, also makes dx (M, D) and
-    dE (V, D) in fp32; the backward pass scales them and casts. Logits are computed once, exist
+    dE (V, D); the backward pass scales them and casts. Logits are computed once, exist
     `chunk` tokens at a time, and the embedding is not kept for the backward pass.
 
     Args:
@@ -80,6 +81,9 @@ def _cross_entropy_fwd(
     # two that puts the largest weight near 2**14; the backward pass takes the power out again.
     _, exponent = jnp.frexp(jnp.max(jnp.abs(weights_CxK)))
     scale = jnp.ldexp(jnp.float32(1), 14 - exponent)
+    # bf16 has the range of fp32, so dx is rounded before it is scaled. That changes nothing if the
+    # cotangent is a power of two, and adds at most half an ulp if not.
+    kept = x_CxKxD.dtype if x_CxKxD.dtype == jnp.bfloat16 else jnp.float32
 
     D = x_CxKxD.shape[-1]
     columns = [slice(start, min(start + COLUMNS, D)) for start in range(0, D, COLUMNS)]
@@ -103,7 +107,7 @@ def _cross_entropy_fwd(
             sum_VxP = nn.with_logical_constraint(sum_VxP, ("vocab", None))
             sum_VxP, dlogits_KxV = jax.lax.optimization_barrier((sum_VxP, dlogits_KxV))
             sums.append(sum_VxP)
-        return sums, (losses_K, dx_KxD)
+        return sums, (losses_K, dx_KxD.astype(kept))
 
     # To add to -0.0 changes no number, which XLA knows: one chunk adds nothing.
     zeros = jnp.full_like(embed_VxD, -0.0, dtype=jnp.float32)
@@ -127,7 +131,7 @@ def _cross_entropy_bwd(residuals: Any, cotangent: jax.Array) -> tuple[Any, ...]:
     # in fp32 until then.
     dx_CxKxD, dembed_VxD = jax.lax.optimization_barrier(
         (
-            (dx_CxKxD * factor).astype(x_like.dtype),
+            (dx_CxKxD.astype(jnp.float32) * factor).astype(x_like.dtype),
             jnp.concatenate([(x * factor).astype(embed_like.dtype) for x in dembed], axis=1),
         )
     )

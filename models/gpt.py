@@ -3,8 +3,8 @@
 Every parameter of the blocks is one array stacked over layers, and one scan applies them, so a
 deep model compiles as fast as a shallow one. Compute follows the dtype of the parameters; layer
 norm statistics, softmax and loss are fp32. Logits of a training batch never exist at once:
-`chunked_cross_entropy` holds (loss_chunk, vocab) of them, and its gradients cost (V, D) + (M, D)
-words in fp32.
+`chunked_cross_entropy` holds (loss_chunk, vocab) of them, and its gradients cost (V, D) elements in
+fp32 and (M, D) in fp32 or bf16.
 
 The dims of parameters and activations carry names (heads, mlp, vocab, seq, embed). They mean
 nothing until Flax's logical axis rules map them to a mesh: heads, mlp and vocab split as Megatron

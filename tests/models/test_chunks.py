@@ -147,6 +147,18 @@ def test_half_precision_gradients_round_once_from_fp32(dtype):
         assert error <= jnp.finfo(dtype).eps * np.abs(want).max()
 
 
+def test_bf16_gradients_of_hidden_states_are_held_in_bf16_and_rounded_twice_at_most():
+    x, embed, labels, weights = batch(jnp.bfloat16)
+    _, vjp = jax.vjp(lambda x: chunked_sum(x, embed, labels, weights, 13), x)
+    assert [k.dtype for k in jax.tree.leaves(vjp) if k.shape == (2, 13, D)] == [jnp.bfloat16]
+    wide = [a.astype(jnp.float32) for a in (x, embed)]
+    for cotangent in (1.0, 2.0**-9, 0.3):
+        exact = cotangent * plain(*wide, labels, weights)[1][0]
+        error = np.abs(np.asarray(vjp(jnp.float32(cotangent))[0], np.float64) - exact).max()
+        # Half an ulp each for softmax - onehot, dx, and dx times the cotangent.
+        assert error <= 1.5 * jnp.finfo(jnp.bfloat16).eps * np.abs(exact).max()
+
+
 def test_fp16_gradients_neither_underflow_nor_overflow():
     # Probabilities of 1 / 61 under a weight of 2**-20 are 1.6e-8; fp16's smallest number is 6e-8.
     x, embed, labels, _ = batch(jnp.float16)
