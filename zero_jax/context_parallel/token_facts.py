@@ -281,8 +281,7 @@ def reshaped(eqn: jex.JaxprEqn, fact: TokenFact) -> TokenFact:
             inner, tail = 1, tail // inner
         rest = after[head : len(after) - end]
         along |= {(dim, MERGED) for dim in after if dim not in rest}
-        # A dim of one element beside them is any dim.
-        along |= {(dim, TOKENS) for dim in rest if new[dim] > 1 or len(rest) == 1}
+        along |= {(dim, TOKENS) for dim in rest}
     return fact._replace(along=frozenset(along), rows=rows, inner=inner, tail=tail)
 
 
