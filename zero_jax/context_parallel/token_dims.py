@@ -61,9 +61,9 @@ _ARITHMETIC: dict[str, Callable[..., float]] = {
 # Operations that run the equations of other jaxprs, which are checked instead.
 _WITH_BODIES = CALLS | {"scan", "while", "cond"}
 _CARRY = (
-    "a loop over the tokens of a row, each device of the context axis has a part of which, carries "
-    "more than a sum from one iteration to the next. Start a sum at zero and only add to it, or "
-    "use a mesh with context=1"
+    "a loop over the tokens of a row carries more than a sum from one iteration to the next, but "
+    "each device of the context axis has a part of the row. Start a sum at zero and only add to "
+    "it, or use a mesh with context=1"
 )
 _STEPS = (
     "a loop over the tokens of one device's part of a row counts its iterations. Use "
@@ -259,6 +259,8 @@ class _Tokens(Forward[TokenFact]):
         return facts
 
     def equation(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
+        if not eqn.outvars:  # as of jax.debug.print
+            return []
         before, self._around = self._around, (*self._around, eqn)
         try:
             if eqn.primitive.name not in _WITH_BODIES:
@@ -316,8 +318,8 @@ class _Tokens(Forward[TokenFact]):
         partial = one.partial or other.partial
         if partial and any(not f.partial and f.number != 0 for f in (one, other)):
             raise MixedError(_JOINED)
-        dims = [fact.tokens for fact in (one, other) if fact.tokens]
-        if len(dims) == 2 and (dims[0] != dims[1] or one.layout != other.layout):
+        both = (one.partial and other.partial) or (one.tokens and other.tokens)
+        if both and (one.tokens, one.layout) != (other.tokens, other.layout):
             raise MixedError(_JOINED)
         first = one if one.tokens else other
         along = one.along | other.along
@@ -348,7 +350,7 @@ class _Tokens(Forward[TokenFact]):
     def carried(self, state: TokenFact, made: TokenFact) -> TokenFact:
         along = frozenset(pair for pair in state.along if pair[0] != -self._depth)
         if state.running:
-            state = state._replace(partial=True, running=0)
+            state = state._replace(partial=True, running=())
         return state._replace(along=along).settled()
 
     def selected(self, choice: TokenFact, fact: TokenFact) -> TokenFact:
@@ -369,7 +371,7 @@ class _Tokens(Forward[TokenFact]):
         self._depth += 1
         starts = values[start : start + count]
         if any((0, TOKENS) in fact.along for fact in values[start + count :]):
-            state = list(map(self._state, self._changed(eqn, start, count), eqn.outvars, starts))
+            state = [self._state(eqn, start, at, fact) for at, fact in enumerate(starts)]
             values = [*values[:start], *state, *values[start + count :]]
         else:
             self.numbers.append((eqn.params["length"], self._around))
@@ -380,21 +382,18 @@ class _Tokens(Forward[TokenFact]):
                 raise MixedError(_CARRY)
         return made
 
-    def _changed(self, eqn: jex.JaxprEqn, start: int, count: int) -> list[bool]:
+    def _state(self, eqn: jex.JaxprEqn, start: int, at: int, fact: TokenFact) -> TokenFact:
+        """Returns the fact in the body of carry `at` of a loop over tokens."""
         body = jaxprs.inner(eqn).jaxpr
-        pairs = zip(body.invars[start : start + count], body.outvars, strict=False)
-        return [var is not out for var, out in pairs]
-
-    def _state(self, changes: bool, var: jex.Var, fact: TokenFact) -> TokenFact:
-        """Returns the fact of the carry of a loop over tokens in its body."""
-        if not changes:
+        if body.invars[start + at] is body.outvars[at]:
             return fact
         if fact.running:
             raise MixedError(_CARRY)
-        if jnp.issubdtype(jaxprs.dtype_of(var), jax.dtypes.prng_key):
+        if jnp.issubdtype(jaxprs.dtype_of(eqn.outvars[at]), jax.dtypes.prng_key):
             return fact.plus([-self._depth], RANDOM)
         overs = fact.overs if fact.partial else frozenset[float]()
-        return fact._replace(partial=False, overs=overs, number=None, running=self._depth)
+        running = (self._depth, at)
+        return fact._replace(partial=False, overs=overs, number=None, running=running)
 
     def custom_derivative(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
         """Runs the body, except for a function that exchanges tokens itself."""
@@ -473,23 +472,25 @@ class _Tokens(Forward[TokenFact]):
             return values[0]
         sums = [fact for fact in values if fact.running]
         subtracted = name == "sub" and values[1].running
-        if name not in ADD or len(sums) != 1 or subtracted or sums[0].running != self._depth:
+        if name not in ADD or len(sums) != 1 or subtracted or sums[0].running[0] != self._depth:
             raise MixedError(_CARRY)
         (total,), (addend,) = sums, [fact for fact in values if not fact.running]
         if addend.number == 0:
             return total
-        if addend.tail and not addend.zeros:
-            raise MixedError(_CARRY)
         steps = total.steps or addend.steps or (-self._depth, TOKENS) not in addend.along
-        rest = frozenset(pair for pair in addend.along if pair[0] != -self._depth)
-        fact = self._combined(eqn, [total, addend._replace(along=rest)], [shapes[0]] * 2)
+        along = frozenset(pair for pair in addend.along if pair[0] != -self._depth)
+        rest = addend._replace(along=along)
+        if (addend.tail and not addend.zeros) or (total.overs and total.tokens != rest.tokens):
+            raise MixedError(_CARRY)
+        fact = self._combined(eqn, [total, rest], [shapes[0]] * 2)
         overs = token_facts.divisors([f for f in (total, addend) if f.overs])
         return fact._replace(running=total.running, overs=overs, steps=steps, zeros=True)
 
     def _psum(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
         if CONTEXT not in collective_axes(eqn):
             return [fact._replace(number=None) for fact in values]
-        if any(fact.tokens for fact in values):
+        grouped = eqn.params.get("axis_index_groups") is not None
+        if grouped or any(fact.tokens for fact in values):
             raise token_facts.along_tokens(eqn)
         return [TokenFact(fact.along) for fact in values]
 
@@ -543,7 +544,7 @@ class _Tokens(Forward[TokenFact]):
                 if low or between or fact.inner > 1:
                     raise token_facts.along_tokens(eqn)
                 fact = token_facts.with_tail(eqn, fact, dim, int(high), zero=value.number == 0)
-            elif after and not fact.sources(dim) and shape[dim] % self._length == 0 < shape[dim]:
+            elif after and not (fact.tokens or fact.sources(dim) or shape[dim] % self._length):
                 # Weights that are all one, say, padded as tokens are.
                 rows, zeros = shape[dim] // self._length, value.number == 0
                 fact = TokenFact(fact.along, rows=rows, tail=int(high), zeros=zeros)
@@ -717,7 +718,8 @@ def _linear(eqn: jex.JaxprEqn, values: Sequence[TokenFact], fact: TokenFact) -> 
 def _added(eqn: jex.JaxprEqn, values: Sequence[TokenFact], fact: TokenFact) -> TokenFact:
     """Returns the fact of a total of sums over tokens, and of zeros."""
     sums = [f for f in values if f.partial]
-    if any(not f.partial and f.number != 0 for f in values):
+    unequal = len({f.tokens for f in sums}) > 1  # one would be added for each element of another
+    if unequal or any(not f.partial and f.number != 0 for f in values):
         raise token_facts.of_a_sum(eqn)
     return fact._replace(partial=True, overs=token_facts.divisors(sums), zeros=True)
 
@@ -798,7 +800,7 @@ class _GlobalPositions(Rewriter):
 
 
 def _positions(eqn: jex.JaxprEqn, size: int) -> jex.ClosedJaxpr:
-    """Returns what an iota along tokens is for the device's part of a row."""
+    """Returns the global positions of the device's tokens in place of an iota."""
     shape, dim, dtype = (eqn.params[name] for name in ("shape", "dimension", "dtype"))
 
     def positions() -> jax.Array:

@@ -28,7 +28,7 @@ ADD = frozenset(("add", "sub", "add_any"))
 # Operations with the same elements in their result.
 IDENTITY = frozenset(
     "copy copy_p name stop_gradient optimization_barrier sharding_constraint layout_constraint "
-    "pvary pcast".split()
+    "pvary pcast device_put".split()
 )
 _PART = "each device of the context axis has a part of the row"
 _WAY = "Compute it before the step and pass it in the batch, or use a mesh with context=1"
@@ -106,7 +106,7 @@ class TokenFact(NamedTuple):
       overs: Products of the literal numbers that the addends of such a sum were divided by, each
         over the number of times that it adds the same value; empty if unknown.
       number: Value of a constant whose elements are all equal.
-      running: Depth of the loop over tokens that carries it as a sum, or 0.
+      running: The loop over tokens that carries it as a sum, and its place there; () elsewhere.
       steps: True if it counts iterations of a loop over tokens.
     """
 
@@ -118,7 +118,7 @@ class TokenFact(NamedTuple):
     partial: bool = False
     overs: frozenset[float] = frozenset((1.0,))
     number: float | None = None
-    running: int = 0
+    running: tuple[int, ...] = ()
     steps: bool = False
 
     @property
@@ -138,7 +138,7 @@ class TokenFact(NamedTuple):
 
     @property
     def layout(self) -> tuple[int, int, int]:
-        """What the token dims consist of."""
+        """Rows, elements of each token, and padding of the token dims."""
         return self.rows, self.inner, self.tail
 
     def real(self, shape: Sequence[int]) -> frozenset[int]:
