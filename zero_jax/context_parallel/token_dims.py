@@ -32,7 +32,7 @@ from zero_jax.context_parallel.token_facts import (
 )
 from zero_jax.sharding.mesh import CONTEXT
 from zero_jax.tracing import jaxpr as jaxprs
-from zero_jax.tracing.dataflow import Forward, collective_axes
+from zero_jax.tracing.dataflow import Forward, collective_axes, needed
 from zero_jax.tracing.jaxpr import CALLS, ELEMENTWISE, Atom, Rewriter, shape_of
 from zero_jax.tracing.sharded_dims import index_dims, kept_dims
 from zero_jax.tracing.sources import line_of
@@ -219,6 +219,7 @@ class _Tokens(Forward[TokenFact]):
         self.met: set[Source] = set()
         self.numbers: list[tuple[float, Around]] = []
         self._around: Around = ()
+        self._needed: set[jex.Var] = set()  # for the results of the jaxpr that is visited
         self._depth = 0  # of loops
         # Iotas in functions with a custom derivative, which has a trace of its own.
         self._fixed: set[Source] = set()
@@ -258,9 +259,17 @@ class _Tokens(Forward[TokenFact]):
             raise ValueError(str(error)) from None
         return facts
 
+    def environment(
+        self, closed: jex.ClosedJaxpr, values: Sequence[TokenFact]
+    ) -> dict[jex.Var, TokenFact]:
+        before, self._needed = self._needed, needed(closed.jaxpr.eqns, closed.jaxpr.outvars)
+        env = super().environment(closed, values)
+        self._needed = before
+        return env
+
     def equation(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
-        if not eqn.outvars:  # as of jax.debug.print
-            return []
+        if self._needed.isdisjoint(eqn.outvars):  # unused, or prints
+            return [TokenFact()] * len(eqn.outvars)
         before, self._around = self._around, (*self._around, eqn)
         try:
             if eqn.primitive.name not in _WITH_BODIES:

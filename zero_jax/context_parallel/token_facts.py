@@ -78,6 +78,12 @@ def of_pairs(eqn: jex.JaxprEqn) -> MixedError:
 
 
 def of_a_sum(eqn: jex.JaxprEqn) -> MixedError:
+    if eqn.primitive.name in ADD:
+        return MixedError(
+            f"{word(eqn)} of {_SUM} and another value. Multiply a penalty with the number of "
+            "tokens, zero_jax.Weighted(sum + penalty * weight, weight), since sums are added over "
+            f"devices. {_PSUM}"
+        )
     return MixedError(
         f"{word(eqn)} of {_SUM}. {_PSUM}, or return zero_jax.Weighted(sum, weight) without it"
     )
