@@ -120,7 +120,7 @@ def test_a_token_changes_no_bit_of_other_documents():
 def test_dropout_differs_between_the_parts_of_a_row():
     def loss(params, batch, key):
         x, _ = batch
-        return jnp.mean(jax.random.bernoulli(key, 0.5, x.shape) * params["w"])
+        return jnp.mean(x * jax.random.bernoulli(key, 0.5, x.shape) * params["w"])
 
     mesh = zero_jax.make_mesh(1, context=8)
     zero = zero_jax.Zero(mesh, stage=3)
@@ -138,7 +138,7 @@ WRONG = {
     "shift": (lambda p, x: jnp.mean(x[:, 1:] * p), "slice along the tokens"),
     "chunks in order": (
         lambda p, x: jnp.mean(
-            jax.lax.scan(lambda h, c: (jnp.tanh(h + c), h), 0 * x[0, :4], x.reshape(-1, 4) * p)[1]
+            jax.lax.scan(lambda h, c: (jnp.tanh(h + c), h), jnp.zeros(4), x.reshape(-1, 4) * p)[1]
         ),
         "loop over the tokens",
     ),

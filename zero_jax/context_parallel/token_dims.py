@@ -23,6 +23,7 @@ from zero_jax.context_parallel.token_facts import (
     GATHERED,
     MERGED,
     MODEL,
+    ONE,
     OTHER,
     RANDOM,
     TOKENS,
@@ -328,14 +329,14 @@ class _Tokens(Forward[TokenFact]):
         if partial and any(not f.partial and f.number != 0 for f in (one, other)):
             raise MixedError(_JOINED)
         both = (one.partial and other.partial) or (one.tokens and other.tokens)
-        if both and (one.tokens, one.layout) != (other.tokens, other.layout):
+        if both and (one.wide, one.layout) != (other.wide, other.layout):
             raise MixedError(_JOINED)
         first = one if one.tokens else other
         along = one.along | other.along
         if any(d in first.tokens and token_facts.is_table(s) for d, s in along):
             raise MixedError(_JOINED)
         self._meets({s for d, s in along if d in first.tokens and isinstance(s, tuple)})
-        along = frozenset((d, s) for d, s in along if s == TOKENS or d not in first.tokens)
+        along = frozenset((d, s) for d, s in along if s in (TOKENS, ONE) or d not in first.tokens)
         sums = [fact for fact in (one, other) if fact.partial or fact.running]
         return first._replace(
             along=along,
@@ -379,7 +380,7 @@ class _Tokens(Forward[TokenFact]):
         start, count = jaxprs.state_of(eqn)
         self._depth += 1
         starts = values[start : start + count]
-        if any((0, TOKENS) in fact.along for fact in values[start + count :]):
+        if any(0 in fact.tokens for fact in values[start + count :]):
             state = [self._state(eqn, start, at, fact) for at, fact in enumerate(starts)]
             values = [*values[:start], *state, *values[start + count :]]
         else:
@@ -486,7 +487,7 @@ class _Tokens(Forward[TokenFact]):
         (total,), (addend,) = sums, [fact for fact in values if not fact.running]
         if addend.number == 0:
             return total
-        steps = total.steps or addend.steps or (-self._depth, TOKENS) not in addend.along
+        steps = total.steps or addend.steps or -self._depth not in addend.tokens
         along = frozenset(pair for pair in addend.along if pair[0] != -self._depth)
         rest = addend._replace(along=along)
         if (addend.tail and not addend.zeros) or (total.overs and total.tokens != rest.tokens):
@@ -505,7 +506,7 @@ class _Tokens(Forward[TokenFact]):
 
     def _collective(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
         if CONTEXT in collective_axes(eqn):
-            hidden = [d for fact in values for d, s in fact.along if d < 0 and s == TOKENS]
+            hidden = [dim for fact in values for dim in fact.tokens if dim < 0]
             ranks = (len(shape_of(var)) for var in eqn.outvars)
             opaque = (token_facts.opaque(rank, GATHERED) for rank in ranks)
             return [fact.plus(hidden, TOKENS) for fact in opaque]

@@ -17,6 +17,7 @@ from zero_jax.tracing.jaxpr import is_float, shape_of
 
 # What the elements along a dim come from. A dim without a source is uniform: all are equal.
 TOKENS, RANDOM = "tokens", "random"
+ONE = "one"  # tokens, along a dim of one element: of chunks, of which there may be more elsewhere
 MODEL = "model"  # a full dim of a parameter, or of an array of the batch without tokens
 MERGED = "merged"  # rows, or elements of each token, that were merged with tokens
 GATHERED = "gathered"  # the result of a collective over `context`
@@ -130,6 +131,11 @@ class TokenFact(NamedTuple):
     @property
     def tokens(self) -> frozenset[int]:
         """Token dims, those of loops included."""
+        return frozenset(dim for dim, source in self.along if source in (TOKENS, ONE))
+
+    @property
+    def wide(self) -> frozenset[int]:
+        """Token dims except for those of one element."""
         return frozenset(dim for dim, source in self.along if source == TOKENS)
 
     @property
@@ -179,7 +185,7 @@ class TokenFact(NamedTuple):
 
 def is_table(source: Source) -> bool:
     """Returns True if elements from this source cannot be those of a device's tokens."""
-    return source not in (TOKENS, RANDOM) and not isinstance(source, tuple)
+    return source not in (TOKENS, ONE, RANDOM) and not isinstance(source, tuple)
 
 
 def opaque(rank: int, source: Source = OTHER) -> TokenFact:
@@ -211,11 +217,11 @@ def combined(
         raise of_pairs(eqn)
     if any(dim in dims and is_table(source) for dim, source in along):
         raise along_tokens(eqn) if eqn.primitive.name == "dot_general" else of_a_table(eqn)
-    tokens = frozenset(dim for dim, source in along if source == TOKENS)
-    rest = {(dim, source) for dim, source in along if dim not in tokens}
+    of_tokens = frozenset(pair for pair in along if pair[1] in (TOKENS, ONE))
+    tokens = {dim for dim, _ in of_tokens}
+    rest = of_tokens | {(dim, source) for dim, source in along if dim not in tokens}
     rows, inner, tail = first.layout
-    fact = TokenFact(frozenset(rest), rows, inner, tail, zeros=not tail)
-    return fact.plus(tokens, TOKENS)
+    return TokenFact(rest, rows, inner, tail, zeros=not tail)
 
 
 def iotas_met(facts: Sequence[TokenFact], shapes: Sequence[Sequence[int]]) -> set[Source]:
@@ -266,7 +272,7 @@ def reshaped(eqn: jex.JaxprEqn, fact: TokenFact) -> TokenFact:
         if not tokens:
             sources = {source for dim in before for source in fact.sources(dim)}
             # Of one element, tokens may be; nothing else.
-            along |= {(d, s) for d in after for s in sources if (new[d] == 1) == (s == TOKENS)}
+            along |= {(d, s) for d in after for s in sources if (new[d] == 1) == (s == ONE)}
             continue
         lead = math.prod(old[before[0] : tokens[0]])
         between = math.prod(old[dim] for dim in range(tokens[0], tokens[-1]) if dim not in real)
@@ -287,7 +293,7 @@ def reshaped(eqn: jex.JaxprEqn, fact: TokenFact) -> TokenFact:
             inner, tail = 1, tail // inner
         rest = after[head : len(after) - end]
         along |= {(dim, MERGED) for dim in after if dim not in rest}
-        along |= {(dim, TOKENS) for dim in rest}
+        along |= {(dim, TOKENS if new[dim] > 1 else ONE) for dim in rest}
     return fact._replace(along=frozenset(along), rows=rows, inner=inner, tail=tail)
 
 
