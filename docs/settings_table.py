@@ -27,6 +27,7 @@ UNITS = ("steps", "bytes", "seconds", "hours", "tokens", "batches", "processes")
 LINKS = {
     "mesh": "parallelism.md",
     "context_parallel": "long-context.md",
+    "context_exchange": "long-context.md#exchanges",
     "stage": "plan.md#let-zero_jax-choose",
     "precision": "mixed-precision.md",
     "grad_accum_steps": "gradient-accumulation.md",

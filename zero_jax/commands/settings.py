@@ -100,6 +100,7 @@ _ABOUT: dict[str, dict[str, Any]] = {
     "grad_accum_steps": {"most": 2**20},
     "remat": {"metavar": "POLICY"},
     "offload": {"metavar": "STATES"},
+    "context_exchange": {"metavar": "KIND"},
     "bucket_bytes": {"most": 2**40},
     "memory_limit": {"metavar": "BYTES", "unit": "bytes"},
 }
