@@ -298,8 +298,9 @@ def test_a_stage_is_chosen_and_three_steps_are_profiled(folder, capsys, monkeypa
 def test_processes_train_as_one_process_does(folder):
     ((code, _, error),) = finish([start(*runs.TINY, "--output-dir", "one")])
     assert code == 0, error
-    # Each process of the second has one device, and two of them share their rows.
+    # Each process of the second and third has one device, and two of them share their rows.
     many = [(4, ""), (4, "--mesh data=2,model=2 --sequence-parallel")]
+    many += [(4, "--context-parallel 2")]
     many += [(2, "--mesh replica=2,data=1,model=2 --paper-config c5")]
     for at, (count, more) in enumerate(many):
         results = finish(start_many(count, [*runs.TINY, "--output-dir", f"{at}", *more.split()]))
