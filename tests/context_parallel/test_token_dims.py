@@ -365,6 +365,11 @@ MIXED = {
     ),
     "roll": (lambda p, x: softly(jnp.roll(x, 1, 1)), TOKENS),
     "flip": (lambda p, x: softly(x[:, ::-1]), "reversal " + TOKENS),
+    "tile": (lambda p, x: softly(jnp.tile(x, (1, 2, 1))), "tile " + TOKENS),
+    "labels": (
+        lambda p, x: softly(x[jnp.arange(B)[:, None], jnp.arange(T // 2), 0]),
+        "jnp.take_along_axis",
+    ),
     "sort": (lambda p, x: softly(jnp.sort(x, 1)), "sort " + TOKENS),
     "top": (lambda p, x: softly(jax.lax.top_k(x.mT, 2)[0]), "top_k " + TOKENS),
     "fft": (lambda p, x: softly(jnp.fft.fft(x, axis=1).real), "fft " + TOKENS),
@@ -482,6 +487,11 @@ ALIKE = {
         (jnp.sum(x, 1) @ p["w"]).T / 3 - 2 * jnp.stack([x.sum((0, 1))] * 2, 1)
     ),
     "printed": lambda p, x: (jax.debug.print("{}", x), jnp.sum(x))[1],
+    "pointwise convolution": lambda p, x: softly(
+        jax.lax.conv_general_dilated(x, p["kernel"][:1], (1,), [(0, 0)], **STRIP)
+    ),
+    "tiled positions": lambda p, x: softly(x.mT * jnp.tile(jnp.arange(x.shape[1]), (B, 1, 1))),
+    "weights of NumPy": lambda p, x: jnp.sum(x * np.ones((B, T // 2, 1))),
     "unused": lambda p, x: (jnp.tanh(x[:, 0]), jnp.sum(x))[1],
     "penalty": lambda p, x: jnp.sum(x) + jnp.sum(p["w"] ** 2) * jnp.sum(jnp.ones_like(x) + 0 * x),
     "over data": lambda p, x: jax.lax.psum(jnp.sum(x), "data"),

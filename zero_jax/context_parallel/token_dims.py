@@ -8,7 +8,6 @@ tokens replace it.
 """
 
 import functools
-import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 
 from zero_jax.context_parallel import chunks, token_facts
 from zero_jax.context_parallel.token_facts import (
@@ -298,13 +298,14 @@ class _Tokens(Forward[TokenFact]):
     def constant(self, atom: Atom, value: Any) -> TokenFact:
         shape = shape_of(atom)
         fact = TokenFact().plus([d for d, size in enumerate(shape) if size > 1], OTHER)
-        if shape or isinstance(value, jax.core.Tracer) or not hasattr(atom.aval, "dtype"):
+        known = isinstance(value, np.ndarray) or not shape
+        if not known or isinstance(value, jax.core.Tracer) or not hasattr(atom.aval, "dtype"):
             return fact
-        kind = jaxprs.dtype_of(atom)
-        if not any(jnp.issubdtype(kind, x) for x in (jnp.floating, jnp.integer, jnp.bool_)):
+        kind, elements = jaxprs.dtype_of(atom), np.ravel(value)
+        real = any(jnp.issubdtype(kind, x) for x in (jnp.floating, jnp.integer, jnp.bool_))
+        if not real or not elements.size or (elements != elements[0]).any():
             return fact
-        number = float(value)
-        return fact if math.isnan(number) else fact._replace(number=number)
+        return TokenFact(number=float(elements[0]))
 
     def default(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
         if any(fact.tokens for fact in values):
@@ -676,14 +677,25 @@ class _Tokens(Forward[TokenFact]):
 
     def _convolution(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
         numbers, (fact, kernel) = eqn.params["dimension_numbers"], values
-        dims = fact.real(shape_of(eqn.invars[0]))
-        batched = eqn.params["batch_group_count"] == 1 and kernel.tokens == frozenset()
-        if not dims <= {numbers.lhs_spec[0]} | {d for d in dims if d < 0} or not batched:
+        shape, of_kernel = map(shape_of, eqn.invars)
+        windows = zip(
+            numbers.lhs_spec[2:],
+            (of_kernel[dim] for dim in numbers.rhs_spec[2:]),
+            eqn.params["window_strides"],
+            eqn.params["padding"],
+            eqn.params["lhs_dilation"],
+            strict=True,
+        )
+        alone = {dim for dim, *window in windows if window == [1, 1, (0, 0), 1]}
+        if eqn.params["batch_group_count"] == 1:
+            alone.add(numbers.lhs_spec[0])
+        mixed = fact.dims & fact.real(shape) - alone
+        if mixed or kernel.dims:
             raise token_facts.along_tokens(eqn)
-        to = {numbers.lhs_spec[0]: numbers.out_spec[0]}
-        hidden = kernel.moved({})
-        found = self._combined(eqn, [fact.moved(to), hidden], [shape_of(eqn.outvars[0])] * 2)
-        return [found.plus(numbers.out_spec[1:], OTHER)]
+        to = dict(zip(numbers.lhs_spec, numbers.out_spec, strict=True))
+        kept, out = {dim: to[dim] for dim in alone}, shape_of(eqn.outvars[0])
+        made = self._combined(eqn, [fact.moved(kept), kernel.moved({})], [out] * 2)
+        return [made.plus([to[dim] for dim in to if dim not in alone], OTHER)]
 
 
 def _of_one(

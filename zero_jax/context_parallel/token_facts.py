@@ -33,6 +33,7 @@ IDENTITY = frozenset(
 )
 _PART = "each device of the context axis has a part of the row"
 _WAY = "Compute it before the step and pass it in the batch, or use a mesh with context=1"
+_LOOKUP = "jnp.take_along_axis(logits, labels[..., None], -1)"
 _SUM = "a sum over the tokens of one device's part of the row"
 _PSUM = "Use jax.lax.psum(x, 'context') for the sum over the row"
 _WORDS = {
@@ -68,7 +69,9 @@ def word(eqn: jex.JaxprEqn) -> str:
 
 
 def along_tokens(eqn: jex.JaxprEqn) -> MixedError:
-    return MixedError(f"{word(eqn)} along the tokens of a row: {_PART}. {_WAY}")
+    lookup = eqn.primitive.name == "gather"
+    way = f"Look up labels with {_LOOKUP}. Or compute{_WAY[7:]}" if lookup else _WAY
+    return MixedError(f"{word(eqn)} along the tokens of a row: {_PART}. {way}")
 
 
 def of_pairs(eqn: jex.JaxprEqn) -> MixedError:
@@ -404,6 +407,16 @@ def split(eqn: jex.JaxprEqn, fact: TokenFact) -> TokenFact:
     return cut(fact, axis)
 
 
+def tiled(eqn: jex.JaxprEqn, fact: TokenFact) -> TokenFact:
+    repeated = {dim for dim, times in enumerate(eqn.params["reps"]) if times > 1}
+    shape = shape_of(eqn.invars[0])
+    broadcast = {dim for dim in repeated if shape[dim] == 1}
+    fact = fact.mapped(lambda dim, source: None if dim in broadcast else (dim, source))
+    uniform = {dim for dim in repeated if not fact.sources(dim)}
+    number = fact.number
+    return acting_along(eqn, fact, repeated - uniform)._replace(number=number)
+
+
 def transformed(eqn: jex.JaxprEqn, fact: TokenFact) -> TokenFact:
     """Fourier transforms."""
     rank = len(shape_of(eqn.invars[0]))
@@ -436,6 +449,7 @@ OF_ONE: dict[str, Callable[[jex.JaxprEqn, TokenFact], TokenFact]] = {
     "slice": sliced,
     "unstack": unstacked,
     "split": split,
+    "tile": tiled,
     "fft": transformed,
     "top_k": ranked,
     "rev": reversed_,
