@@ -1,73 +1,116 @@
-"""Memory of long rows: a compiled step with and without `mlp_chunk`, on absent H100s.
+"""Rows of up to millions of tokens: memory and modelled time of a step on absent H100s.
 
-    python benchmarks/long_rows.py [--tokens 16384 65536] [--chunks 0 4096] [--layers 2]
+    python benchmarks/long_rows.py             # 8 programs, 4 minutes on two cores
+    python benchmarks/long_rows.py --models qwen3-8b --devices 8 --tokens 131072
+    python benchmarks/long_rows.py --tables    # prints the table of what is there
 
-Compiles a training step of a decoder with the matrices of Llama 3.1 8B's MLP at stage 3, one row a
-device, remat "block", for an H100. `--chunks 0` is an MLP of all tokens at once. The compiler has
-no fused attention for a device that is absent, and attention in blocks of queries would hold
-scores: so the model has one narrow head with a window of 1024 tokens, the MLP dominates, and the
-step's time is not that of Llama. Prints JSON, one object for each program.
+Compiles a training step of AdamW on one row, which all devices share by a context axis: stage 3 in
+bf16 with bf16 reduction, remat "block@host", MLPs in chunks of 8,192 tokens, cuDNN's attention.
+Writes docs/long_rows.json. Seconds are modelled at peak rates, without transfers to the host.
+Needs the extra `prove`.
 """
 
 import argparse
+import dataclasses
 import json
+import pathlib
+import sys
 import time
 from typing import Any
 
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+
 import jax
 
-import zero_jax
+from zero_jax import Precision, Zero, abstract_mesh
 from zero_jax.commands.case import Case
-from zero_jax.models import decoder
+from zero_jax.models import decoder, families
 
-# Llama 3.1 8B but for its heads, layers and vocabulary.
-SHAPE: dict[str, Any] = {"width": 4096, "hidden": 14336, "vocab": 32768}
-NARROW: dict[str, Any] = {"heads": 1, "kv_heads": 1, "head_dim": 16, "window": 1024}
+FILE = pathlib.Path(__file__).parent.parent / "docs" / "long_rows.json"
+REMAT, CHUNK = "block@host", 8192
+# Model, devices, tokens of the row.
+CASES = [
+    *(("llama-3.1-8b", 8, 2**n) for n in (17, 19, 20, 22)),
+    *(("qwen3-8b", 8, 2**n) for n in (17, 19, 20)),
+    ("llama-3.1-8b", 32, 2**22),
+]
 
 
-def measured(tokens: int, chunk: int | None, devices: int, layers: int, remat: str) -> dict:
+def measured(model: str, devices: int, tokens: int, chunk: int | None) -> dict[str, Any]:
     """Returns the memory, communication and modelled time of a step."""
-    config = decoder.DecoderConfig(layers=layers, seq=tokens, mlp_chunk=chunk, **SHAPE, **NARROW)
-    precision = zero_jax.Precision("bf16", reduce_dtype="bf16")
-    mesh = zero_jax.abstract_mesh(devices)
-    case = Case(config, zero_jax.Zero(mesh, 3, precision=precision, remat=remat), "adamw", devices)
+    known = families.preset(model)
+    assert isinstance(known, decoder.DecoderConfig)
+    config = dataclasses.replace(known, seq=max(known.seq, tokens), mlp_chunk=chunk)
+    precision = Precision("bf16", reduce_dtype="bf16")
+    zero = Zero(abstract_mesh(1, context=devices), 3, precision=precision, remat=REMAT)
+    case = Case(config, zero, "adamw", rows=1, tokens=tokens)
     began = time.perf_counter()
     plan = case.plan(3, target="h100")
     assert plan.compiled is not None and plan.time is not None
-    largest = [[t.bytes, t.shape, t.source] for t in plan.compiled.peak.temporaries[:5]]
+    compiled, heads, keys = plan.compiled, config.heads, max(config.kv_heads, devices)
     return {
+        "model": model,
+        "devices": devices,
         "tokens": tokens,
         "mlp_chunk": chunk,
-        "devices": devices,
-        "layers": layers,
-        "remat": remat,
-        "temp_gb": round(plan.compiled.temp_bytes / 1e9, 3),
-        "host_gb": round(plan.compiled.host_bytes / 1e9, 3),
-        "total_gb": round(plan.compiled.total_bytes / 1e9, 3),
+        "total_gb": round(compiled.total_bytes / 1e9, 3),
+        "temp_gb": round(compiled.temp_bytes / 1e9, 3),
+        "host_gb": round(compiled.host_bytes / 1e9, 3),
         "predicted_gb": round(plan.predicted.total_bytes / 1e9, 3),
-        "sent_elements": plan.compiled.sent_elements,
-        "seconds": round(plan.time.seconds, 4),
-        "largest": largest,
+        "sent_elements": compiled.sent_elements,
+        # Each of three passes sends queries and outputs, keys and values.
+        "derived_all_to_all": 6
+        * config.layers
+        * (heads + keys)
+        * config.head_dim
+        * tokens
+        // devices,
+        "overlapped": round(compiled.overlap().fraction, 3),
+        "seconds": round(plan.time.seconds, 3),
         "compile_seconds": round(time.perf_counter() - began),
-        "jax": jax.__version__,
     }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Returns the rows as a Markdown table."""
+    lines = [
+        "| model | devices | tokens | device GB (predicted) | host GB per device | modelled step s |"
+        " all-to-all elements (derived) | overlapped |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        error = row["predicted_gb"] / row["total_gb"] - 1
+        sent = row["sent_elements"]["all-to-all"]
+        lines.append(
+            f"| {row['model']} | {row['devices']} | {row['tokens']:,} | {row['total_gb']:.2f} "
+            f"({error:+.1%}) | {row['host_gb']:.1f} | {row['seconds']:.1f} | {sent:.3e} "
+            f"({sent / row['derived_all_to_all'] - 1:+.1%}) | {row['overlapped']:.0%} |"
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 65536], help="of a device")
-    parser.add_argument("--chunks", type=int, nargs="+", default=[0, 4096])
-    parser.add_argument("--devices", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--remat", nargs="+", default=["block"])
+    parser.add_argument("--models", nargs="+", default=[case[0] for case in CASES])
+    parser.add_argument("--devices", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[case[2] for case in CASES])
+    parser.add_argument("--chunk", type=int, default=CHUNK, help="tokens of an MLP; 0 for all")
+    parser.add_argument("--tables", action="store_true")
     given = parser.parse_args()
+    if given.tables:
+        print(table(json.loads(FILE.read_text())["rows"]))
+        return
     jax.config.update("jax_platforms", "cpu")
-    for tokens in given.tokens:
-        for chunk in given.chunks:
-            for remat in given.remat:
-                found = measured(tokens, chunk or None, given.devices, given.layers, remat)
-                print(json.dumps(found), flush=True)
+    known = json.loads(FILE.read_text())["rows"] if FILE.exists() else []
+    for model, devices, tokens in CASES:
+        if model in given.models and devices in given.devices and tokens in given.tokens:
+            row = measured(model, devices, tokens, given.chunk or None)
+            print(json.dumps(row), flush=True)
+            same = ("model", "devices", "tokens", "mlp_chunk")
+            known = [r for r in known if any(r[k] != row[k] for k in same)] + [row]
+            content = {"jax": jax.__version__, "remat": REMAT, "rows": known}
+            FILE.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

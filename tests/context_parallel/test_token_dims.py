@@ -299,6 +299,9 @@ def test_a_position_wise_loss_of_each_part_adds_up_to_that_of_the_row(params, ba
 PARAMS = {"w": (D, D), "kernel": (3, D, D), "table": (SEQ, D), "mixer": (T // 2, T // 2)}
 
 
+KEY = jax.random.key(3)
+
+
 def of_x(loss):
     """Returns a loss of `PARAMS` and x (B, T / 2, D), traced on one of two devices."""
     shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in PARAMS.items()}
@@ -465,9 +468,7 @@ def test_positions_cannot_change_in_a_function_with_a_custom_derivative():
 
 
 ALIKE = {
-    "dropout": lambda p, x: softly(
-        jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), x, 0)
-    ),
+    "dropout": lambda p, x: softly(jnp.where(jax.random.bernoulli(KEY, 0.5, x.shape), x, 0)),
     "keys of chunks": lambda p, x: carries(
         lambda c, x: (
             (jax.random.split(c[0])[0], c[1] + jnp.sum(x * jax.random.normal(c[0], x.shape))),

@@ -36,6 +36,15 @@ _WAY = "Compute it before the step and pass it in the batch, or use a mesh with 
 _LOOKUP = "jnp.take_along_axis(logits, labels[..., None], -1)"
 _SUM = "a sum over the tokens of one device's part of the row"
 _PSUM = "Use jax.lax.psum(x, 'context') for the sum over the row"
+CARRY = (
+    "a loop over the tokens of a row carries more than a sum from one iteration to the next, but "
+    "each device of the context axis has a part of the row. Start a sum at zero and only add to "
+    "it, or use a mesh with context=1"
+)
+STEPS = (
+    "a loop over the tokens of one device's part of a row counts its iterations. Use "
+    "jnp.sum(jnp.ones_like(labels)) for the number of tokens"
+)
 _WORDS = {
     "dot_general": "matrix product",
     "conv_general_dilated": "convolution",
