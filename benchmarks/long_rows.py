@@ -74,8 +74,8 @@ def measured(model: str, devices: int, tokens: int, chunk: int | None) -> dict[s
 def table(rows: list[dict[str, Any]]) -> str:
     """Returns the rows as a Markdown table."""
     lines = [
-        "| model | devices | tokens | device GB (predicted) | host GB per device | modelled step s |"
-        " all-to-all elements (derived) | overlapped |",
+        "| model | devices | tokens | device GB (predicted) | host GB per device "
+        "| modelled step s | all-to-all elements (derived) | overlapped |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
