@@ -59,6 +59,7 @@ def load(config: Config) -> RunPlan:
             )
         interchange.check(config.init_from)  # before a size of config.json takes memory
     known = families.with_capacity(known, config.expert_capacity_factor)
+    known = dataclasses.replace(known, mlp_chunk=config.mlp_chunk)
     seq_len = min(known.seq, ROW) if config.seq_len is None else config.seq_len
     check_context(config.axes().get(mesh.CONTEXT, 1), known, seq_len)
     data = corpus.load(config, config.vocab_size or known.vocab, seq_len)

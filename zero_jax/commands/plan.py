@@ -278,6 +278,7 @@ def _model(settings: PlanSettings) -> tuple[families.Config, int]:
     folder, vocab = settings.init_from, settings.vocab_size
     config = families.preset(settings.model) if folder is None else folder_config.config(folder)
     config = families.with_capacity(config, settings.expert_capacity_factor)
+    config = dataclasses.replace(config, mlp_chunk=settings.mlp_chunk)
     tokens = settings.seq_len or min(ROW, config.seq)
     if folder is None:
         config = dataclasses.replace(config, vocab=vocab or config.vocab)

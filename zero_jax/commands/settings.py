@@ -48,6 +48,9 @@ class ModelSettings:
     seq_len: int | None = setting(
         None, "Tokens of a row (default: the model's limit, or 1024).", unit="tokens", most=2**24
     )
+    mlp_chunk: int | None = setting(
+        None, "Tokens of a device in an MLP at once (default: all).", unit="tokens", most=2**24
+    )
     optimizer: Literal["adamw", "sgd", "lion", "adafactor", "lamb", "muon"] = setting(
         "adamw", "Optimizer"
     )
