@@ -95,9 +95,12 @@ def abstract_mesh(
         given = ", ".join(f"`{axis}`={size}" for axis, size in axes.items())
         raise ValueError(f"{given}: each must be at least 1")
     if context > 1 and experts * model > 1:
+        others = " and ".join(
+            f"`{axis}`={axes[axis]}" for axis in (EXPERTS, MODEL) if axes[axis] > 1
+        )
         raise ValueError(
-            f"`context`={context} with `experts`={experts} and `model`={model}: a row is split "
-            "over devices that hold full layers. Use one of the three axes"
+            f"`context`={context} with {others}: context parallelism excludes tensor and expert "
+            "parallelism. Leave out `context`, or the others"
         )
     sizes = {axis: size for axis, size in axes.items() if axis == data_axis or size > 1}
     types = (AxisType.Auto,) * len(sizes)
