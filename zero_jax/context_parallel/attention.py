@@ -66,9 +66,11 @@ def attention(
         device's tokens.
       key: (B, T, M, H). M divides N; each head of keys is for N / M consecutive heads of queries.
       value: (B, T, M, H).
-      segment_ids: (B, T), numbers of the documents that share a row; a token sees its own alone.
-      is_causal: True if a token sees those up to itself, False if it sees all.
-      window: Number of tokens that one sees, itself among them; None for no limit.
+      segment_ids: (B, T), the document of each token in a packed row. A token attends to its own
+        document only.
+      is_causal: True for a causal mask, False if each token attends to all.
+      window: Size of a sliding window: tokens that a token attends to, itself included. None for no
+        limit.
       scale: Factor of the scores; 1 / √H by default.
       implementation: "cudnn", on full rows alone, or "xla", in blocks of queries and keys. By
         default cuDNN's kernel where it takes the arguments.
@@ -152,8 +154,8 @@ def _check(
         )
     if window is not None and (window < 1 or not is_causal):
         raise ValueError(
-            f"`window`={window} with `is_causal`={is_causal}: a window of at least 1, because a "
-            "token sees itself, and causal attention are required. Leave `window` out to see all"
+            f"`window`={window} with `is_causal`={is_causal}: at least 1 token, the token "
+            "itself, and causal attention are required. Leave `window` out for no limit"
         )
     if chunks.size() > 1 and T % 2:
         raise ValueError(
