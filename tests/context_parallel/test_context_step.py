@@ -138,6 +138,25 @@ def test_dropout_differs_between_the_parts_of_a_row():
     assert float(value[0]) == pytest.approx(0.5, abs=0.03) and float(value[0]) * 4096 % 8
 
 
+def test_rows_of_the_aux_are_means_over_all_tokens():
+    def loss(params, x):
+        return jnp.mean(x * params), {"rows": jnp.mean(x * params, axis=1)}
+
+    zero = zero_jax.Zero(zero_jax.make_mesh(2, context=4), stage=3)
+    x = np.arange(4 * 16, dtype=np.float32).reshape(4, 16) ** 2
+    run = zero.value_and_grad(loss, has_aux=True)
+    (_, aux), _ = run(zero.init(lambda: jnp.ones(())), x)
+    np.testing.assert_allclose(aux["rows"], x.mean(1), rtol=1e-6)
+
+
+def test_most_arrays_of_the_batch_have_the_length_of_a_row():
+    loss = lambda p, b: zero_jax.Weighted(jnp.sum(b["x"] * b["y"]) * p, jnp.sum(b["y"]))  # noqa: E731
+    zero = zero_jax.Zero(zero_jax.make_mesh(1, context=2, devices=jax.devices()[:2]), stage=3)
+    shapes = {"lengths": (1, 1), "image": (1, 4, 3), "x": (1, 8), "y": (1, 8)}
+    batch = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    assert float(zero.evaluate(loss)(zero.init(lambda: jnp.ones(())), batch)[1]) == 8
+
+
 WRONG = {
     "sum": (lambda p, x: jnp.sum(x * p), "mean over all tokens"),
     "weight of rows": (lambda p, x: zero_jax.Weighted(jnp.sum(x * p), len(x)), "mean over all"),

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from zero_jax.sharding.mesh import CONTEXT
 from zero_jax.sharding.paths import PyTree
 
 # `loss(params, batch, *extras)` returns a scalar or a `Weighted`, or with `has_aux` (loss, aux).
@@ -114,8 +115,13 @@ def over_devices(
     kinds: Sequence[str], aux: Sequence[jax.Array], axes: Sequence[str]
 ) -> list[jax.Array]:
     """Combines the aux leaves of one device over all devices; `shard_map` concatenates rows."""
-    pairs = zip(kinds, aux, strict=True)
-    return [jax.lax.pmean(x, axes) if kind == MEAN else x for kind, x in pairs]
+
+    def one(kind: str, x: jax.Array) -> jax.Array:
+        if kind == ROWS and CONTEXT in axes and jnp.issubdtype(x.dtype, jnp.inexact):
+            return jax.lax.pmean(x, CONTEXT)  # of means over a part of each row
+        return jax.lax.pmean(x, axes) if kind == MEAN else x
+
+    return list(map(one, kinds, aux))
 
 
 # Gradient accumulation over micro-batches, and the keys and rows of each.
