@@ -444,6 +444,19 @@ MIXED = {
     ),
     "count": (lambda p, x: jnp.sum(carries(lambda i, x: (i + 1, x), 0, x)[0] * x), LOOP),
     "outer product": (lambda p, x: softly(jnp.einsum("btd,bte->bde", x, x)), SUM),
+    "heads first": (
+        lambda p, x: softly(zero_jax.attention(*[x.reshape(B, -1, H, N).swapaxes(1, 2)] * 3)),
+        "in dim 1 of queries",
+    ),
+    "rows merged": (
+        lambda p, x: softly(zero_jax.attention(*[x.reshape(1, -1, N, H)] * 3)),
+        "in dim 1 of queries",
+    ),
+    "no tokens": (
+        lambda p, x: softly(x * zero_jax.attention(*[p["w"].reshape(1, -1, N, H)] * 3).sum()),
+        "in dim 1 of queries",
+    ),
+    "tiles": (lambda p, x: softly(jnp.tile(x, (1, 2, 1))), TOKENS),
     "inverse": (lambda p, x: softly(jnp.linalg.cholesky(x @ x.mT)), PAIRS),
     "added over devices": (lambda p, x: softly(jax.lax.psum(x, CONTEXT)), TOKENS),
     "neighbour": (lambda p, x: softly(x + jax.lax.ppermute(x, CONTEXT, [(0, 1), (1, 0)])), TABLE),
@@ -500,6 +513,9 @@ ALIKE = {
 }
 
 
+    "attention of rows": lambda p, x: softly(
+        jax.vmap(lambda x: zero_jax.attention(*[x.reshape(1, -1, N, H)] * 3))(x)
+    ),
 @pytest.mark.parametrize("name", ALIKE)
 def test_other_losses_are_sums_over_tokens(name):
     (fact,) = split_of_x(of_x(ALIKE[name]))[1]

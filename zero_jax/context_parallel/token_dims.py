@@ -277,7 +277,14 @@ class _Tokens(Operations):
         pairs = list(zip(values, map(shape_of, eqn.invars), strict=True))
         if any(self._is_short(f, shape, dim) for f, shape in pairs for dim in range(len(shape))):
             raise token_facts.of_a_table(eqn)
-        fact, shape = next(((f, shape) for f, shape in pairs if f.dims), (TokenFact(), None))
+        for f, shape in pairs:
+            dim = len(shape) - 3  # of queries, keys and values; vmap adds dims before them
+            apart = f.real(shape) == {dim} and f.layout == (1, 1, 0)
+            if dim > 0 and not apart and (f.tokens or f.sources(dim)):
+                raise token_facts.of_attention(eqn)
+        if not any(f.dims for f, _ in pairs):
+            raise token_facts.of_attention(eqn)
+        fact, shape = next((f, shape) for f, shape in pairs if f.dims)
 
         def result(var: jex.Var) -> TokenFact:
             rank = len(shape_of(var))

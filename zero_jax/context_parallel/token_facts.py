@@ -90,6 +90,14 @@ def of_pairs(eqn: jex.JaxprEqn) -> MixedError:
     )
 
 
+def of_attention(eqn: jex.JaxprEqn) -> MixedError:
+    return MixedError(
+        f"{word(eqn)} exchanges tokens between the devices of the context axis, and requires them "
+        "in the same order in dim 1 of queries, keys and values (batch, tokens, heads, head dim). "
+        "Use jax.nn.dot_product_attention for values without tokens of a row"
+    )
+
+
 def of_a_sum(eqn: jex.JaxprEqn) -> MixedError:
     if eqn.primitive.name in ADD:
         return MixedError(
