@@ -571,6 +571,8 @@ DEPENDENT = {
     "by a sum of positions": lambda x: jnp.sum(x) / jnp.sum(1.0 * jnp.arange(x.shape[1])),
     "by a part of a table": lambda x: jnp.sum(x * jnp.sum(jnp.sin(np.arange(64.0))[: x.shape[1]])),
     "iterations": lambda x: jnp.sum(jax.lax.fori_loop(0, x.shape[1], lambda _, x: jnp.sin(x), x)),
+    "entry of a table": lambda x: jnp.sum(jnp.sin(x * jnp.sin(np.arange(64.0))[x.shape[1]])),
+    "power": lambda x: jnp.sum(jnp.sin(x ** x.shape[1])),
 }
 
 

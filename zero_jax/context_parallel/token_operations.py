@@ -136,6 +136,7 @@ class Operations(Forward[TokenFact]):
                 check_sums(eqn, values)
                 for atom, fact in zip(eqn.invars, values, strict=True):
                     self._note_sizes(shape_of(atom), fact)
+                self.numbers += [(number, self._around) for number in _settings(eqn)]
             made = super().equation(eqn, values)
         except MixedError as error:
             line = line_of(eqn)
@@ -337,6 +338,7 @@ class Operations(Forward[TokenFact]):
             if dim in fact.real(shape):
                 raise token_facts.along_tokens(eqn)
             fact = token_facts.cut(fact, dim)
+        self.numbers += [(s.number, self._around) for s in starts if s.number is not None]
         moved = self._combined(eqn, [fact, *starts], [shape, *[()] * len(starts)])
         if fact.partial:
             if any(start.partial or start.tokens for start in starts):
