@@ -510,12 +510,12 @@ ALIKE = {
     "penalty": lambda p, x: jnp.sum(x) + jnp.sum(p["w"] ** 2) * jnp.sum(jnp.ones_like(x) + 0 * x),
     "over data": lambda p, x: jax.lax.psum(jnp.sum(x), "data"),
     "attention": lambda p, x: softly(attention(*[x.reshape(B, -1, N, H)] * 3)),
-}
-
-
     "attention of rows": lambda p, x: softly(
         jax.vmap(lambda x: zero_jax.attention(*[x.reshape(1, -1, N, H)] * 3))(x)
     ),
+}
+
+
 @pytest.mark.parametrize("name", ALIKE)
 def test_other_losses_are_sums_over_tokens(name):
     (fact,) = split_of_x(of_x(ALIKE[name]))[1]
@@ -570,9 +570,9 @@ DEPENDENT = {
     "first half": lambda x: jnp.sum(x[:, :, 0] * (jnp.arange(x.shape[1]) < x.shape[1] // 2)),
     "by a sum of positions": lambda x: jnp.sum(x) / jnp.sum(1.0 * jnp.arange(x.shape[1])),
     "by a part of a table": lambda x: jnp.sum(x * jnp.sum(jnp.sin(np.arange(64.0))[: x.shape[1]])),
-    "iterations": lambda x: jnp.sum(jax.lax.fori_loop(0, x.shape[1], lambda _, x: jnp.sin(x), x)),
     "entry of a table": lambda x: jnp.sum(jnp.sin(x * jnp.sin(np.arange(64.0))[x.shape[1]])),
     "power": lambda x: jnp.sum(jnp.sin(x ** x.shape[1])),
+    "iterations": lambda x: jnp.sum(jax.lax.fori_loop(0, x.shape[1], lambda _, x: jnp.sin(x), x)),
 }
 
 

@@ -69,7 +69,7 @@ def _rearranged(row: jax.Array, dim: int, places: Sequence[int]) -> jax.Array:
 def has_tokens(batch: PyTree, devices: int) -> list[bool]:
     """Returns for each leaf of a batch whether its dim 1 has the tokens of a row.
 
-    They are the leaves of rank 2 and more whose dim 1 is as long as that of the first one.
+    They are the leaves of rank 2 and more with the most common length of dim 1, or the first one.
 
     Raises:
       ValueError: No leaf has rows of tokens, 2·C does not divide their number, or another leaf has
@@ -84,7 +84,7 @@ def has_tokens(batch: PyTree, devices: int) -> list[bool]:
             f"`mesh` has a context axis of {devices}, but no array of the batch has tokens as its "
             f"dim 1, only shapes {shapes}: use make_mesh(context=1)"
         )
-    tokens = lengths[0]
+    tokens = max(lengths, key=lengths.count)
     if any(abs(length - tokens) == 1 for length in lengths):
         raise ValueError(
             f"the batch has rows of {sorted(set(lengths))} tokens, and a device of the context "

@@ -447,6 +447,13 @@ def _of_one(
     return made * len(eqn.outvars) if len(made) == 1 else made
 
 
+def _settings(eqn: jex.JaxprEqn) -> list[int]:
+    """Returns numbers of an operation that are no operands."""
+    if eqn.primitive.name == "integer_pow":
+        return [int(eqn.params["y"])]
+    return list(eqn.params["start_indices"]) if eqn.primitive.name == "slice" else []
+
+
 def check_sums(eqn: jex.JaxprEqn, values: Sequence[TokenFact]) -> None:
     """Raises MixedError unless an operation may act on sums over the tokens of one device."""
     name = eqn.primitive.name
