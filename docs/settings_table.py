@@ -28,6 +28,7 @@ LINKS = {
     "mesh": "parallelism.md",
     "context_parallel": "long-context.md",
     "context_exchange": "long-context.md#exchanges",
+    "mlp_chunk": "long-context.md#memory-of-very-long-rows",
     "stage": "plan.md#let-zero_jax-choose",
     "precision": "mixed-precision.md",
     "grad_accum_steps": "gradient-accumulation.md",
