@@ -60,7 +60,7 @@ class Zero(Config):
       secondary_shards: Shard states over `replica` too, at stage 3 (hpZ). A device gathers its
         shard of the parameters over `replica` once a step, in the compute dtype. Layers are then
         gathered over `data` alone. Source: ZeRO++ (arXiv:2306.10209), section 3.2.
-      context_exchange: Attention over `context`: "all_gather", "all_to_all" (default: automatic).
+      context_exchange: Attention over `context`: "all_gather", "all_to_all" (default: auto).
         The first gathers keys and values, the second exchanges heads for tokens. By default
         `zero_jax.attention` takes the second if a cuDNN kernel supports its arguments, else the one
         that sends fewer elements.
