@@ -195,3 +195,5 @@ def test_rows_and_meshes_that_do_not_fit_are_errors():
             zero_jax.abstract_mesh(1, context=2, **sizes)
     with pytest.raises(ValueError, match="`context_exchange`='ring'"):
         zero_jax.Zero(zero_jax.make_mesh(), context_exchange="ring")
+    with pytest.raises(ValueError, match="`context_exchange`='all_gather'.*no tokens"):
+        zero_jax.Zero(zero_jax.make_mesh(), context_exchange="all_gather")

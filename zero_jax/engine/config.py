@@ -143,6 +143,11 @@ class Config:
             self._settle("remat", policies.on_host(self.remat))
         self._check_sequences(policies.check(self.remat, self.mesh))
         self._check_precision()
+        if self.context_exchange is not None and meshes.context_size(self.mesh) == 1:
+            raise ValueError(
+                f"`context_exchange`={self.context_exchange!r} on {dict(self.mesh.shape)}: no "
+                "tokens are exchanged. Use make_mesh(context=...), or leave it out"
+            )
         if self.secondary_shards and (self.stage != 3 or self.mesh.shape.get(REPLICA, 1) == 1):
             raise ValueError(
                 f"`secondary_shards`=True with `stage`={self.stage!r} on {dict(self.mesh.shape)}: "
