@@ -138,6 +138,31 @@ def test_dropout_differs_between_the_parts_of_a_row():
     assert float(value[0]) == pytest.approx(0.5, abs=0.03) and float(value[0]) * 4096 % 8
 
 
+def test_random_numbers_of_rows_are_equal_on_all_their_devices():
+    """A mask of tokens at a random rate of each row, as in masked diffusion."""
+
+    def loss(params, x, key):
+        of_rows, of_tokens = jax.random.split(key)
+        rate = jax.random.uniform(of_rows, (len(x), 1), minval=0.1)
+        mask = jax.random.uniform(of_tokens, x.shape) < rate
+        return zero_jax.Weighted(jnp.sum(x * mask * params), jnp.sum(mask)), {
+            "rate": rate[:, 0],
+            "masked": jnp.mean(x * mask, 1),
+        }
+
+    rates = {}
+    for context in (1, 4):
+        mesh = zero_jax.make_mesh(2, context=context, devices=jax.devices()[: 2 * context])
+        zero = zero_jax.Zero(mesh, stage=3)
+        run = zero.value_and_grad(loss, has_aux=True)
+        params = zero.init(lambda: jnp.ones(()))
+        (_, aux), _ = run(params, np.ones((4, 4096), np.float32), jax.random.key(0))
+        rates[context] = np.asarray(aux["rate"])
+        # Equal masks on 4 devices would have standard deviations of up to 0.016.
+        np.testing.assert_allclose(aux["masked"], aux["rate"], atol=0.03)
+    np.testing.assert_array_equal(rates[1], rates[4])
+
+
 def test_rows_of_the_aux_are_means_over_all_tokens():
     def loss(params, x):
         return jnp.mean(x * params), {"rows": jnp.mean(x * params, axis=1)}

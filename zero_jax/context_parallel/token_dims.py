@@ -4,7 +4,8 @@ A device of `context` traces the loss with its own tokens. Except for `zero_jax.
 position has to be computed from that position alone. A dataflow analysis follows the tokens through
 the trace, with the facts of `token_facts.py`, and raises an error for any other operation. An iota
 that is combined with tokens counts the positions of a row: the global positions of the device's
-tokens replace it.
+tokens replace it. Random numbers that are combined with tokens differ between the devices; others,
+of rows, say, are equal.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from zero_jax.context_parallel.token_facts import (
     OTHER,
     RANDOM,
     TOKENS,
+    Drawn,
     MixedError,
     Source,
     TokenFact,
@@ -306,10 +308,15 @@ def _joined(sums: Sequence[TokenFact]) -> frozenset[float]:
 
 
 class _GlobalPositions(Rewriter):
-    """Puts the global positions of the device's tokens in place of these iotas."""
+    """Puts the global positions of the device's tokens in place of these iotas.
+
+    Keys of random numbers along tokens are folded with the index of the device.
+    """
 
     def __init__(self, positions: frozenset[Source], size: int):
         self._positions, self._size = positions, size
+        drawn = [source for source in positions if isinstance(source, Drawn)]
+        self._drawn = {path: {s for s in drawn if s.path == path} for path, _ in drawn}
         self._path: tuple[int, ...] = ()
         self.replaced: set[Source] = set()
 
@@ -318,6 +325,9 @@ class _GlobalPositions(Rewriter):
         if self._path in self._positions:
             self.replaced.add(self._path)
             made: Sequence[Atom] = self.run(_positions(eqn, self._size), [])
+        elif self._path in self._drawn:
+            self.replaced |= self._drawn[self._path]
+            made = self.run(_drawn_apart(eqn, self._size), values)
         else:
             made = super().equation(eqn, values)
         self._path = before
@@ -333,4 +343,18 @@ def _positions(eqn: jex.JaxprEqn, size: int) -> jex.ClosedJaxpr:
         return jax.lax.broadcast_in_dim(along, shape, (dim,))
 
     closed = jax.make_jaxpr(positions, axis_env=[(CONTEXT, size)])()
+    return jaxprs.as_if_from(jaxprs.written_out(closed), eqn)
+
+
+def _drawn_apart(eqn: jex.JaxprEqn, size: int) -> jex.ClosedJaxpr:
+    """Returns the same operation on keys that are folded with the index of the device."""
+
+    def drawn(keys: jax.Array) -> jax.Array:
+        fold = jax.random.fold_in
+        for _ in range(keys.ndim):
+            fold = jax.vmap(fold, (0, None))
+        made: jax.Array = eqn.primitive.bind(fold(keys, jax.lax.axis_index(CONTEXT)), **eqn.params)
+        return made
+
+    closed = jax.make_jaxpr(drawn, axis_env=[(CONTEXT, size)])(eqn.invars[0].aval)
     return jaxprs.as_if_from(jaxprs.written_out(closed), eqn)

@@ -22,8 +22,17 @@ MODEL = "model"  # a full dim of a parameter, or of an array of the batch withou
 MERGED = "merged"  # rows, or elements of each token, that were merged with tokens
 GATHERED = "gathered"  # the result of a collective over `context`
 OTHER = "other"
-# A tuple is an iota: the path of its equation, see `token_dims.py`.
-Source = str | tuple[int, ...]
+
+
+class Drawn(NamedTuple):
+    """A dim of random numbers, or of keys: the path of their equation, and the dim there."""
+
+    path: tuple[int, ...]
+    dim: int
+
+
+# A tuple of numbers is an iota: the path of its equation, see `token_dims.py`.
+Source = str | tuple[int, ...] | Drawn
 Along = frozenset[tuple[int, Source]]
 ADD = frozenset(("add", "sub", "add_any"))
 # Operations with the same elements in their result.
@@ -208,6 +217,10 @@ def is_table(source: Source) -> bool:
     return source not in (TOKENS, ONE, RANDOM) and not isinstance(source, tuple)
 
 
+def is_iota(source: Source) -> bool:
+    return isinstance(source, tuple) and not isinstance(source, Drawn)
+
+
 def opaque(rank: int, source: Source = OTHER) -> TokenFact:
     """Returns the fact of an array without tokens that differs along all dims."""
     return TokenFact().plus(range(rank), source)
@@ -244,8 +257,8 @@ def combined(
     return TokenFact(rest, rows, inner, tail, zeros=not tail)
 
 
-def iotas_met(facts: Sequence[TokenFact], shapes: Sequence[Sequence[int]]) -> set[Source]:
-    """Returns the iotas that meet tokens where these values are combined."""
+def met(facts: Sequence[TokenFact], shapes: Sequence[Sequence[int]]) -> set[Source]:
+    """Returns the iotas and random numbers that meet tokens where these values are combined."""
     pairs = list(zip(facts, shapes, strict=True))
     tokens = frozenset[int]().union(*(fact.real(shape) for fact, shape in pairs))
     along = frozenset[tuple[int, Source]]().union(*(fact.along for fact in facts))
@@ -372,7 +385,11 @@ def sliced(eqn: jex.JaxprEqn, fact: TokenFact) -> TokenFact:
 
 def cut(fact: TokenFact, dim: int) -> TokenFact:
     """Returns the fact of some of the elements along a dim without tokens."""
-    return fact.mapped(lambda at, source: (at, OTHER if at == dim and source != RANDOM else source))
+
+    def kept(source: Source) -> bool:
+        return source == RANDOM or isinstance(source, Drawn)
+
+    return fact.mapped(lambda at, s: (at, s if at != dim or kept(s) else OTHER))
 
 
 def with_tail(eqn: jex.JaxprEqn, fact: TokenFact, dim: int, count: int, *, zero: bool) -> TokenFact:

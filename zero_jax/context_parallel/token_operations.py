@@ -24,6 +24,7 @@ from zero_jax.context_parallel.token_facts import (
     RANDOM,
     STEPS,
     TOKENS,
+    Drawn,
     MixedError,
     Source,
     TokenFact,
@@ -68,7 +69,7 @@ class Operations(Forward[TokenFact]):
 
     Attributes:
       positions: The iotas that are global positions, each by the path of its equation: the
-        identities of the calls and loops that it is in, and its own.
+        identities of the calls and loops that it is in, and its own. Also dims of random numbers.
       met: Those that are combined with tokens.
       numbers: Numbers in operations, and sizes of dims without tokens, with their equations.
     """
@@ -149,7 +150,7 @@ class Operations(Forward[TokenFact]):
     def _note_sizes(self, shape: Sequence[int], fact: TokenFact) -> None:
         """Notes sizes that must not depend on the number of tokens."""
         sources = [(d, s) for d, s in fact.along if d >= 0 and shape[d] > 1]
-        dims = {d for d, s in sources if s in (MODEL, OTHER) or isinstance(s, tuple)}
+        dims = {d for d, s in sources if s in (MODEL, OTHER) or token_facts.is_iota(s)}
         self.numbers += [(shape[d], self._around) for d in sorted(dims)]
 
     def _path(self) -> tuple[int, ...]:
@@ -185,11 +186,11 @@ class Operations(Forward[TokenFact]):
     def _combined(
         self, eqn: jex.JaxprEqn, values: Sequence[TokenFact], shapes: Sequence[Sequence[int]]
     ) -> TokenFact:
-        self._meets(token_facts.iotas_met(values, shapes))
+        self._meets(token_facts.met(values, shapes))
         return token_facts.combined(eqn, values, shapes)
 
     def _meets(self, iotas: set[Source]) -> None:
-        """Notes iotas that are combined with tokens."""
+        """Notes iotas and random numbers that are combined with tokens."""
         if iotas & self._fixed:
             raise MixedError(_FIXED)
         self.met |= iotas
@@ -265,8 +266,17 @@ class Operations(Forward[TokenFact]):
         return [TokenFact().plus([dim], path) if shape[dim] > 1 else TokenFact()]
 
     def _random(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
-        key, rank = len(shape_of(eqn.invars[0])), len(shape_of(eqn.outvars[0]))
-        return [values[0].plus(range(key, rank), RANDOM)]
+        key, shape = len(shape_of(eqn.invars[0])), shape_of(eqn.outvars[0])
+        fact = values[0]
+        for dim in range(key, len(shape)):
+            drawn = Drawn(self._path(), dim)
+            source: Source = RANDOM
+            if drawn in self.positions and shape[dim] == self._length:
+                source = TOKENS
+            elif not (self._custom or drawn in self.positions):
+                source = drawn
+            fact = fact.plus([dim], source)
+        return [fact]
 
     def _wrap(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
         rank = len(shape_of(eqn.outvars[0]))

@@ -24,7 +24,7 @@ from zero_jax.engine.trace import Traced
 from zero_jax.remat import policies
 from zero_jax.sharding import paths
 from zero_jax.sharding.layout import Partition
-from zero_jax.sharding.mesh import EXPERTS, REPLICA, batch_axes, model_size, names
+from zero_jax.sharding.mesh import EXPERTS, REPLICA, batch_axes, model_size, names, row_axes
 from zero_jax.sharding.paths import PyTree
 from zero_jax.tracing.forms import Form
 
@@ -288,4 +288,4 @@ class DeviceStep:
 
     @property
     def _place(self) -> jax.Array:
-        return jax.lax.axis_index(batch_axes(self.settings.mesh))
+        return jax.lax.axis_index(row_axes(self.settings.mesh))
