@@ -138,6 +138,16 @@ def test_dropout_differs_between_the_parts_of_a_row():
     assert float(value[0]) == pytest.approx(0.5, abs=0.03) and float(value[0]) * 4096 % 8
 
 
+def test_a_device_may_have_two_tokens():
+    def loss(p, x):
+        return jnp.mean(zero_jax.attention(x * p, x, x) ** 2)
+
+    x = np.random.default_rng(0).normal(size=(2, 4, 2, 4)).astype(np.float32)
+    zero = zero_jax.Zero(zero_jax.make_mesh(1, context=2, devices=jax.devices()[:2]), stage=3)
+    value, _ = zero.evaluate(loss)(zero.init(lambda: jnp.ones(())), x)
+    assert float(value) == pytest.approx(float(loss(1.0, x)), rel=1e-5)
+
+
 def test_random_numbers_of_rows_are_equal_on_all_their_devices():
     """A mask of tokens at a random rate of each row, as in masked diffusion."""
 

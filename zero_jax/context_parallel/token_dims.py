@@ -277,7 +277,7 @@ class _Tokens(Operations):
 
     def _exchanged(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> list[TokenFact]:
         pairs = list(zip(values, map(shape_of, eqn.invars), strict=True))
-        if any(self._is_short(f, shape, dim) for f, shape in pairs for dim in range(len(shape))):
+        if any(self._is_short(f, shape, dim) for f, shape in pairs for dim in range(1, len(shape))):
             raise token_facts.of_a_table(eqn)
         for f, shape in pairs:
             dim = len(shape) - 3  # of queries, keys and values; vmap adds dims before them
