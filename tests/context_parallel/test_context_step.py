@@ -214,6 +214,22 @@ def test_losses_that_are_wrong_for_a_part_of_a_row_are_errors(name):
         zero.value_and_grad(loss)(params, np.ones((1, 8), np.float32))
 
 
+def test_a_loss_may_not_depend_on_the_length_of_a_row():
+    zero = zero_jax.Zero(zero_jax.make_mesh(1, context=8), stage=3)
+    params, x = zero.init(lambda: jnp.ones(())), np.ones((1, 64), np.float32)
+
+    def scaled(p, x):  # as positions are, for rows that are longer than those of pretraining
+        return jnp.mean(jnp.sin(x * (2.0 if x.shape[1] > 32 else 1.0)) * p)
+
+    def counted(p, x):
+        return jnp.mean(x * p), {"tokens": jnp.int32(x.size)}
+
+    with pytest.raises(ValueError, match="depends on the length of a row"):
+        zero.value_and_grad(scaled)(params, x)
+    with pytest.raises(ValueError, match="'tokens'.*their number"):
+        zero.value_and_grad(counted, has_aux=True)(params, x)
+
+
 def test_rows_and_meshes_that_do_not_fit_are_errors():
     zero = zero_jax.Zero(zero_jax.make_mesh(1, context=4, devices=jax.devices()[:4]), stage=3)
     params = zero.init(lambda: jnp.ones(()))

@@ -550,7 +550,8 @@ def test_a_mean_is_divided_by_twice_as_much_if_there_are_twice_the_tokens():
     (one, _), (two, _) = (facts(AVERAGES["mean"], tokens) for tokens in (4, 8))
     assert (one.over, two.over) == (B * 4 * D, B * 8 * D)
     found = {
-        name: averages(facts(loss, 4), facts(loss, 8)) for name, loss in (AVERAGES | OTHERS).items()
+        name: averages(facts(loss, 4), facts(loss, 8), 2)
+        for name, loss in (AVERAGES | OTHERS).items()
     }
     assert found == dict.fromkeys(AVERAGES, True) | dict.fromkeys(OTHERS, False)
 

@@ -23,7 +23,7 @@ def split_loss(
 
     Args:
       closed: The loss of one device; its results are sum, weight and the leaves of the aux.
-      longer: Returns the same for twice as many tokens.
+      longer: Returns the same for the full row, `size` times as many tokens.
       tokens: For each input, True if its dim 1 has the device's tokens.
       size: C, the size of the `context` axis.
       aux: Paths of the leaves of the aux.
@@ -32,20 +32,22 @@ def split_loss(
       ValueError: An operation mixes positions, or a result is no sum or mean over tokens.
     """
     made, facts = split_tokens(closed, tokens, size)
-    twice = longer()
-    check_constants(closed, twice, tokens)
-    doubled = split_tokens(twice, tokens, size)[1]
-    if not averages(facts[:2], doubled[:2]):
+    full = longer()
+    check_constants(closed, full, tokens)
+    of_full = split_tokens(full, tokens, size)[1]
+    if not averages(facts[:2], of_full[:2], size):
         raise ValueError(
             "the loss function must return a mean over all tokens of the batch, or "
             "zero_jax.Weighted(sum, weight) with two sums over tokens: each device of the context "
             "axis has a part of each row"
         )
     one = TokenFact(number=1.0)
-    for path, fact, other in zip(aux, facts[2:], doubled[2:], strict=True):
-        if fact.dims or (fact.partial and not averages((fact, one), (other, one))):
+    for path, fact, other in zip(aux, facts[2:], of_full[2:], strict=True):
+        differs = fact.partial and not averages((fact, one), (other, one), size)
+        if fact.dims or differs or fact.number != other.number:
             raise ValueError(
-                f"aux {path or 'of the loss'} has tokens, or a sum over them, of one device of the "
-                "context axis: return a mean over tokens, or jax.lax.psum(x, 'context')"
+                f"aux {path or 'of the loss'} has tokens, their number, or a sum over them, of one "
+                "device of the context axis: return a mean over tokens, or "
+                "jax.lax.psum(x, 'context')"
             )
     return made

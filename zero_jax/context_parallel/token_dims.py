@@ -79,7 +79,7 @@ def split_tokens(
 
 
 def check_constants(
-    closed: jex.ClosedJaxpr, doubled: jex.ClosedJaxpr, tokens: Sequence[bool]
+    closed: jex.ClosedJaxpr, longer: jex.ClosedJaxpr, tokens: Sequence[bool]
 ) -> None:
     """Checks that no number or size in a loss depends on the number of tokens of a device.
 
@@ -87,7 +87,7 @@ def check_constants(
 
     Args:
       closed: See `split_tokens`.
-      doubled: The same loss, traced with twice the number of tokens.
+      longer: The same loss, traced with more tokens.
       tokens: See `split_tokens`.
 
     Raises:
@@ -102,7 +102,7 @@ def check_constants(
     Traceback (most recent call last):
     ValueError: ...depends on the length of a row...
     """
-    one, two = (_analysed(program, tokens)[0].numbers for program in (closed, doubled))
+    one, two = (_analysed(program, tokens)[0].numbers for program in (closed, longer))
     if len(one) == len(two):
         pairs = zip(one, two, strict=True)
         differ = [(a, around) for (a, around), (b, _) in pairs if a != b]
@@ -135,22 +135,23 @@ def _analysed(closed: jex.ClosedJaxpr, tokens: Sequence[bool]) -> tuple["_Tokens
         positions |= analysis.met
 
 
-def averages(facts: Sequence[TokenFact], doubled: Sequence[TokenFact]) -> bool:
+def averages(facts: Sequence[TokenFact], longer: Sequence[TokenFact], times: int) -> bool:
     """Returns True for a loss (sum, weight) that averages over the tokens of all devices.
 
     The ratio of both, each added over devices, is then that of one device with all tokens.
 
     Args:
       facts: The facts of sum and weight.
-      doubled: Those of the same loss, traced with twice the number of tokens.
+      longer: Those of the same loss, traced with more tokens.
+      times: How many times more.
 
     >>> def of(loss, tokens):
     ...     traced = jax.make_jaxpr(lambda x: (loss(x), 1.0))(jnp.ones((2, tokens)))
     ...     return split_tokens(traced, [True], 2)[1]
-    >>> [averages(of(loss, 4), of(loss, 8)) for loss in (jnp.mean, jnp.sum)]
+    >>> [averages(of(loss, 4), of(loss, 8), 2) for loss in (jnp.mean, jnp.sum)]
     [True, False]
     """
-    (one, of_one), (two, of_two) = facts, doubled
+    (one, of_one), (two, of_two) = facts, longer
     if not (one.partial and two.partial and one.overs and two.overs):
         return False
     if of_one.partial != of_two.partial:
@@ -161,7 +162,7 @@ def averages(facts: Sequence[TokenFact], doubled: Sequence[TokenFact]) -> bool:
         return False
     if of_one.partial:
         return _times(one, 1 / weight) == _times(two, 1 / weight_two)
-    return _times(one, 2 * weight) == _times(two, weight_two)
+    return _times(one, times * weight) == _times(two, weight_two)
 
 
 def _times(fact: TokenFact, factor: float) -> list[float]:

@@ -133,7 +133,7 @@ def trace(
         split += [False] * (inputs - len(split))
         flat = jax.tree_util.tree_flatten_with_path(aux)[0]
         named = [jax.tree_util.keystr(path) for path, _ in flat]
-        closed = split_loss(closed, lambda: _opened(program(count, 2)[0])[0], split, size, named)
+        closed = split_loss(closed, lambda: _opened(program(count, size)[0])[0], split, size, named)
     of_batch = [len(names) <= at < len(names) + arrays for at in range(inputs)]
     over_rows.check(closed, trained, of_batch, parts=parts, weighted=weighted, told=told)
     # Keys are folded with the device; other extras are the same everywhere.
