@@ -456,6 +456,7 @@ MIXED = {
         lambda p, x: softly(x * zero_jax.attention(*[p["w"].reshape(1, -1, N, H)] * 3).sum()),
         "in dim 1 of queries",
     ),
+    "sum of rows": (lambda p, x: softly(x / jax.lax.psum(p["w"].sum(), CONTEXT)), "pmean"),
     "tiles": (lambda p, x: softly(jnp.tile(x, (1, 2, 1))), TOKENS),
     "inverse": (lambda p, x: softly(jnp.linalg.cholesky(x @ x.mT)), PAIRS),
     "added over devices": (lambda p, x: softly(jax.lax.psum(x, CONTEXT)), TOKENS),
@@ -497,6 +498,7 @@ ALIKE = {
     "sort of features": lambda p, x: softly(
         jnp.sort(x, -1) + jnp.cumsum(x, -1) + jax.lax.top_k(x, D)[0]
     ),
+    "mean of rows": lambda p, x: softly(x / jax.lax.pmean(p["w"].sum(), CONTEXT)),
     "linear": lambda p, x: jnp.sum(
         (jnp.sum(x, 1) @ p["w"]).T / 3 - 2 * jnp.stack([x.sum((0, 1))] * 2, 1)
     ),

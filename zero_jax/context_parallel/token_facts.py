@@ -54,6 +54,11 @@ STEPS = (
     "a loop over the tokens of one device's part of a row counts its iterations. Use "
     "jnp.sum(jnp.ones_like(labels)) for the number of tokens"
 )
+TIMES = (
+    "psum over 'context' of a value that does not come from tokens, and is equal on the devices of "
+    "this axis: the sum would count it once for each. Leave 'context' out of the axes, or use "
+    "jax.lax.pmean"
+)
 _WORDS = {
     "dot_general": "matrix product",
     "conv_general_dilated": "convolution",
@@ -144,6 +149,8 @@ class TokenFact(NamedTuple):
       number: Value of a constant whose elements are all equal.
       running: The loop over tokens that carries it as a sum, and its place there; () elsewhere.
       steps: True if it counts iterations of a loop over tokens.
+      times: True for a sum over devices of values that are equal on those of `context`, before it
+        is divided by their number, as in `jax.lax.pmean`.
     """
 
     along: Along = frozenset()
@@ -156,6 +163,7 @@ class TokenFact(NamedTuple):
     number: float | None = None
     running: tuple[int, ...] = ()
     steps: bool = False
+    times: bool = False
 
     @property
     def tokens(self) -> frozenset[int]:

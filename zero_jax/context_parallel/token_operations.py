@@ -23,6 +23,7 @@ from zero_jax.context_parallel.token_facts import (
     OTHER,
     RANDOM,
     STEPS,
+    TIMES,
     TOKENS,
     Drawn,
     MixedError,
@@ -116,6 +117,8 @@ class Operations(Forward[TokenFact]):
             facts = self.run(closed, inputs)
             if any(fact.steps for fact in facts):
                 raise MixedError(STEPS)
+            if any(fact.times for fact in facts):
+                raise MixedError(TIMES)
         except MixedError as error:
             raise ValueError(str(error)) from None
         return facts
@@ -242,7 +245,8 @@ class Operations(Forward[TokenFact]):
         grouped = eqn.params.get("axis_index_groups") is not None
         if grouped or any(fact.tokens for fact in values):
             raise token_facts.along_tokens(eqn)
-        return [TokenFact(fact.along) for fact in values]
+        alike = [not fact.partial and fact.number is None for fact in values]
+        return [TokenFact(f.along, times=t) for f, t in zip(values, alike, strict=True)]
 
     def _collective(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
         if CONTEXT in collective_axes(eqn):
@@ -467,6 +471,8 @@ def _settings(eqn: jex.JaxprEqn) -> list[int]:
 def check_sums(eqn: jex.JaxprEqn, values: Sequence[TokenFact]) -> None:
     """Raises MixedError unless an operation may act on sums over the tokens of one device."""
     name = eqn.primitive.name
+    if any(fact.times for fact in values) and not (name == "div" and values[1].number):
+        raise MixedError(TIMES)
     if any(fact.steps for fact in values) and not any(fact.running for fact in values):
         raise MixedError(STEPS)
     if any(fact.running for fact in values) and name not in (
