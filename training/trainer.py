@@ -70,7 +70,11 @@ def load(config: Config) -> RunPlan:
     if seq_len > known.seq:
         raise ValueError(f"--seq-len {seq_len}: the model supports at most {known.seq} tokens")
     config = dataclasses.replace(config, seq_len=seq_len, vocab_size=known.vocab)
-    return RunPlan(config, TextModel(known, config.adapters(config.seed), zero_jax.attention), data)
+    # The models' own attention has no exchange, and no cuDNN kernel for packed rows.
+    shares_rows = config.axes().get(mesh.CONTEXT, 1) > 1
+    on_gpus = jax.default_backend() == "gpu"
+    attention = zero_jax.attention if shares_rows or on_gpus else None
+    return RunPlan(config, TextModel(known, config.adapters(config.seed), attention), data)
 
 
 def rate(config: Config) -> optax.Schedule:
