@@ -61,7 +61,8 @@ def load(config: Config) -> RunPlan:
     known = families.with_capacity(known, config.expert_capacity_factor)
     known = dataclasses.replace(known, mlp_chunk=config.mlp_chunk)
     seq_len = min(known.seq, ROW) if config.seq_len is None else config.seq_len
-    check_context(config.axes().get(mesh.CONTEXT, 1), known, seq_len)
+    sharing = config.axes().get(mesh.CONTEXT, 1)  # devices that share a row
+    check_context(sharing, known, seq_len)
     data = corpus.load(config, config.vocab_size or known.vocab, seq_len)
     if config.init_from is None:
         vocab = config.vocab_size or (256 if data.byte_level else known.vocab)
@@ -71,9 +72,8 @@ def load(config: Config) -> RunPlan:
         raise ValueError(f"--seq-len {seq_len}: the model supports at most {known.seq} tokens")
     config = dataclasses.replace(config, seq_len=seq_len, vocab_size=known.vocab)
     # The models' own attention has no exchange, and no cuDNN kernel for packed rows.
-    shares_rows = config.axes().get(mesh.CONTEXT, 1) > 1
     on_gpus = jax.default_backend() == "gpu"
-    attention = zero_jax.attention if shares_rows or on_gpus else None
+    attention = zero_jax.attention if sharing > 1 or on_gpus else None
     return RunPlan(config, TextModel(known, config.adapters(config.seed), attention), data)
 
 

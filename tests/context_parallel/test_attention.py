@@ -204,7 +204,7 @@ def test_the_loop_has_as_many_pairs_of_blocks_on_every_device():
         assert blocks.count_pairs(own, T, window) == max(counts)
         return counts
 
-    # 8 blocks on or below the diagonal, 36 in all, of which each device has the same share.
+    # 8 chunks have 36 blocks on or below the diagonal; each device has the same share of them.
     assert pairs(1) == [36] and pairs(2) == [18] * 2 and pairs(4) == [9] * 4
     # Within a window of 5 a block sees itself and one before it, and the first one itself.
     assert pairs(1, 5) == [15] and pairs(4, 5) == [3, 4, 4, 4]

@@ -1,7 +1,7 @@
 """A loss traced with a device's tokens: positions made global, and its results checked.
 
 A device's sum and weight are added over `context` as over `data`. That is right if both are sums
-over tokens, or neither is, such as a mean and 1. A trace with twice as many tokens shows it.
+over tokens, or neither is, such as a mean and 1. A trace of the full row shows it.
 """
 
 from collections.abc import Callable, Sequence

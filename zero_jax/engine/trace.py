@@ -107,13 +107,12 @@ def trace(
 
     def program(count: int, times: int = 1) -> tuple[jex.ClosedJaxpr, bool, PyTree]:
         """Returns the loss of so many rows, and of so many times a device's tokens."""
-        shapes = [x.shape[1:] for x in leaves]
-        shapes = [
-            (own[0] // size * times, *own[1:]) if has else own
-            for own, has in zip(shapes, tokens, strict=True)
-        ]
-        pairs = zip(shapes, leaves, strict=True)
-        rows = [jax.ShapeDtypeStruct((count, *own), x.dtype) for own, x in pairs]
+        rows = []
+        for x, has in zip(leaves, tokens, strict=True):
+            _, *dims = x.shape
+            if has:
+                dims[0] = dims[0] // size * times
+            rows.append(jax.ShapeDtypeStruct((count, *dims), x.dtype))
         args = full, jax.tree.unflatten(treedef, rows), extras, has_aux
         return _program(settings, loss_fn, *args)
 

@@ -39,7 +39,7 @@ from zero_jax.sharding import layout
 from zero_jax.sharding.layout import state_partitions
 from zero_jax.sharding.mesh import MODEL, AnyMesh, abstract_of, batch_sharding, on_gpu
 from zero_jax.sharding.paths import PyTree, trained_part
-from zero_jax.tracing.dataflow import executed
+from zero_jax.tracing.dataflow import collective_axes, executed
 from zero_jax.tracing.jaxpr import bytes_of, shape_of
 
 _KINDS = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
@@ -199,9 +199,9 @@ def _sent(jaxpr: jex.Jaxpr, axes: Mapping[str, int]) -> dict[str, Sent]:
     sent: dict[str, Sent] = {}
     for eqn, times in executed(jaxpr):
         kind = _KINDS.get(eqn.primitive.name)
-        names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        names = names if isinstance(names, (tuple, list)) else (names,)
-        if kind and set(names) != {MODEL} and math.prod(axes.get(name, 1) for name in names) > 1:
+        names = collective_axes(eqn)
+        devices = math.prod(size for axis, size in axes.items() if axis in names)
+        if kind and names != {MODEL} and devices > 1:
             arrays = eqn.outvars if kind == "all-gather" else eqn.invars
             runs = times * (2 if kind == "all-reduce" else 1)
             before = sent.get(kind, Sent(0, 0))
