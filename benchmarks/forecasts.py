@@ -22,7 +22,6 @@ import optax
 
 import zero_jax
 from zero_jax.models import families, optimizers, resnet
-from zero_jax.models.attention import causal_attention
 from zero_jax.models.cross_entropy import chunked_cross_entropy
 from zero_jax.plan.text_model import TextModel
 
@@ -93,7 +92,7 @@ class Decoder:
     def _layer(self, x: jax.Array, w: Mapping[str, jax.Array]) -> jax.Array:
         B, T, D = x.shape
         qkv = (_norm(x, w["n1"]) @ w["qkv"]).reshape(B, T, self.heads, 3, -1)
-        x = x + causal_attention(*jnp.unstack(qkv, axis=3)).reshape(B, T, D) @ w["out"]
+        x = x + zero_jax.attention(*jnp.unstack(qkv, axis=3)).reshape(B, T, D) @ w["out"]
         h = _norm(x, w["n2"])
         if self.experts:
             return x + self._routed(h.reshape(-1, D), w).reshape(x.shape)

@@ -20,7 +20,6 @@ from flax import nnx
 import zero_jax
 from zero_jax.commands.case import Case
 from zero_jax.models import gpt
-from zero_jax.models.attention import causal_attention
 from zero_jax.models.cross_entropy import chunked_cross_entropy
 
 ROWS = 4
@@ -53,7 +52,7 @@ class LinenBlock(nn.Module):
         dtype = x.dtype
         h = nn.LayerNorm(epsilon=1e-5, dtype=dtype, use_fast_variance=False)(x)
         qkv = nn.Dense(3 * D, dtype=dtype)(h).reshape(B, T, self.config.heads, 3, -1)
-        mixed = causal_attention(*jnp.unstack(qkv, axis=3)).reshape(B, T, D)
+        mixed = zero_jax.attention(*jnp.unstack(qkv, axis=3)).reshape(B, T, D)
         x = x + nn.Dense(D, dtype=dtype)(mixed)
         h = nn.LayerNorm(epsilon=1e-5, dtype=dtype, use_fast_variance=False)(x)
         return x + nn.Dense(D, dtype=dtype)(gpt.gelu(nn.Dense(4 * D, dtype=dtype)(h)))
@@ -99,7 +98,7 @@ def plain_hidden(params: Any, tokens: jax.Array, heads: int) -> jax.Array:
         p = {name: w.astype(x.dtype) for name, w in layer.items()}  # all of them, at the top
         h = _norm(x, p["g1"], p["b1"])
         qkv = (h @ p["qkv"] + p["bqkv"]).reshape(B, T, heads, 3, -1)
-        mixed = causal_attention(*jnp.unstack(qkv, axis=3)).reshape(B, T, D)
+        mixed = zero_jax.attention(*jnp.unstack(qkv, axis=3)).reshape(B, T, D)
         x = x + mixed @ p["proj"] + p["bproj"]
         h = _norm(x, p["g2"], p["b2"])
         x = x + gpt.gelu(h @ p["up"] + p["bup"]) @ p["down"] + p["bdown"]

@@ -33,7 +33,6 @@ from zero_jax import releases
 from zero_jax.adapters import quantised
 from zero_jax.engine import compiler, offload_check
 from zero_jax.models import gpt
-from zero_jax.models.attend import attend
 from zero_jax.offload.host import Offload
 
 FILE = Path(__file__).parent.parent / "docs" / "on_gpu.json"
@@ -132,7 +131,7 @@ def attention():
         rows = jnp.cumsum(jnp.arange(512) % 100 == 99)[None].repeat(2, 0) if documents else None
 
         def objective(qkv, how, rows=rows, window=window, weights=weights):
-            out = attend(*qkv, rows, implementation=how, window=window)
+            out = zero_jax.attention(*qkv, segment_ids=rows, implementation=how, window=window)
             return (out.astype(jnp.float32) * weights.astype(jnp.float32)).sum(), out
 
         # Gradients of q, k and v, and the output.

@@ -61,6 +61,7 @@ class TrainingLoop:
     watchdog: Watchdog
     describe: Callable[[int | None], str]  # how to resume from a step
 
+    imbalances: list[float] = dataclasses.field(default_factory=list)  # of attention, by step
     _place: Any = None  # position in the data after the last batch
     _trace: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
 
@@ -181,12 +182,13 @@ class TrainingLoop:
         self._place = place
         rows = trainer.batches(place)
         self.watchdog.begin()
-        waiting: list[tuple[int, zero_jax.Metrics]] = []  # as in `one_late`
+        # As in `one_late`; with the imbalance of the batch.
+        waiting: list[tuple[int, zero_jax.Metrics, jax.Array | None]] = []
 
         def report(most: int) -> None:
             """Logs all finished steps except the latest `most`."""
             while len(waiting) > most:
-                number, metrics = waiting.pop(0)
+                number, metrics, imbalance = waiting.pop(0)
                 loss = float(metrics.loss)
                 speed = meter.step(number, loss)
                 self.log.step(
@@ -198,8 +200,11 @@ class TrainingLoop:
                     step_seconds=tokens / speed,
                     learning_rate=float(rates[number - 1 - int(metrics.skipped)]),
                     memory_bytes=peak_bytes(),
+                    attention_imbalance=None if imbalance is None else float(imbalance),
                     **routing(metrics.aux),
                 )
+                if imbalance is not None:
+                    self.imbalances.append(float(imbalance))
 
         def end(number: int, *, save: bool) -> None:
             """Logs all steps, and saves after step `number`."""
@@ -219,8 +224,9 @@ class TrainingLoop:
                 if alone and self.saver.saved:
                     say(f"Step {self.saver.saved} is saved in {trainer.out}")
                 raise
+            imbalance = trainer.imbalance(batch)
             params, opt_state, metrics = trainer.step(params, opt_state, batch)
-            waiting.append((number, metrics))
+            waiting.append((number, metrics, imbalance))
             if number == done + 1:
                 report(0)
                 meter.restart()  # this step included compilation
@@ -315,6 +321,10 @@ def run(config: Config) -> None:
         for name, entropy in levels.items():
             say(f"{name:15} {entropy:.4f} nats per {corpus.unit} of the same text")
         loop.show_sample(params, "sample")
+        if loop.imbalances:
+            mean = sum(loop.imbalances) / len(loop.imbalances)
+            share = f"the busiest devices have {mean:.2f} times the mean work"
+            say(f"attention of packed rows: {share}")
         if counts := corpus.counts:
             rows = "all rows" if jax.process_count() == 1 else "the rows of process 0"
             say(f"documents in {rows}: {counts}")

@@ -14,7 +14,7 @@ import optax
 from jax.experimental import multihost_utils
 
 import zero_jax
-from training import corpus
+from training import balance, corpus
 from training.config import Config, resolve
 from training.corpus import Corpus
 from training.multiprocess import say, together
@@ -71,10 +71,7 @@ def load(config: Config) -> RunPlan:
     if seq_len > known.seq:
         raise ValueError(f"--seq-len {seq_len}: the model supports at most {known.seq} tokens")
     config = dataclasses.replace(config, seq_len=seq_len, vocab_size=known.vocab)
-    # The models' own attention has no exchange, and no cuDNN kernel for packed rows.
-    on_gpus = jax.default_backend() == "gpu"
-    attention = zero_jax.attention if sharing > 1 or on_gpus else None
-    return RunPlan(config, TextModel(known, config.adapters(config.seed), attention), data)
+    return RunPlan(config, TextModel(known, config.adapters(config.seed)), data)
 
 
 def rate(config: Config) -> optax.Schedule:
@@ -252,8 +249,28 @@ class Trainer:
 
     def batches(self, place: Any = None) -> Iterator[tuple[PyTree, Any]]:
         """Yields global batches from a position in the data on, and the position after each."""
-        for rows, after in self.plan.corpus.batches(place, *zero_jax.batch_share(self.mesh)):
+        index, count = zero_jax.batch_share(self.mesh)
+        devices = mesh.batch_shards(self.mesh) // count
+        for rows, after in self.plan.corpus.batches(place, index, count):
+            if self.plan.corpus.packed:
+                work = balance.work_of(rows[-1], self.model.config)
+                order = balance.order_of(work, devices, self.zero.grad_accum_steps)
+                rows = tuple(x[order] for x in rows)
             yield self._global(rows), after
+
+    def imbalance(self, batch: PyTree) -> jax.Array | None:
+        """Returns `balance.imbalance` of a global batch; None if all rows are alike."""
+        devices = mesh.batch_shards(self.mesh)
+        if not self.plan.corpus.packed or devices == 1:
+            return None
+        positions = batch["positions"] if self._shares_rows else batch[-1]
+        return self._imbalance(positions)
+
+    @functools.cached_property
+    def _imbalance(self) -> Callable[[jax.Array], jax.Array]:
+        devices, parts = mesh.batch_shards(self.mesh), self.zero.grad_accum_steps
+        config = self.model.config
+        return jax.jit(lambda x: balance.imbalance(balance.work_of(x, config), devices, parts))
 
     def gather_place(self, place: Any) -> Any:
         """Returns the position in the data of all processes; each knows only its own lanes."""

@@ -202,15 +202,19 @@ def test_reasons_name_what_the_kernel_does_not_take(monkeypatch):
         assert packed(elements=2**31 - 1) == "" and "32 bits" in packed(elements=2**31)
         assert bool(packed(grouped=True)) != releases.GROUPED_OFFSETS
         assert "float32" in cudnn.reason_against(jnp.float32, 128)
-        for head_dim in (136, 60):
+        assert cudnn.reason_against(BF16, 256) == ""
+        for head_dim in (264, 60):
             assert f"head dim {head_dim}" in cudnn.reason_against(BF16, head_dim)
         mesh = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
         with jax.sharding.use_abstract_mesh(mesh):
             assert "data and model" in cudnn.reason_against(BF16, 128)
+    for other in ((8, 9), (10, 0)):  # no gradient for larger heads but on Hopper
+        with cudnn.compiling_for("cuda", other):
+            assert "up to 128" in cudnn.reason_against(BF16, 136)
     old = cudnn.KernelTarget("gpu", (9, 0))
     monkeypatch.setattr(cudnn, "kernel_target", lambda: old)
     monkeypatch.setattr(cudnn.fused, "check_cudnn_version", lambda: 90500)
-    assert "9.6" in packed()
+    assert "9.6" in packed() and "9.6" in cudnn.reason_against(BF16, 256)
 
 
 def test_a_gpu_checks_the_kernel_once_and_says_why_it_is_not_used(kernel, monkeypatch):
@@ -230,6 +234,8 @@ def test_a_gpu_checks_the_kernel_once_and_says_why_it_is_not_used(kernel, monkey
         warnings.simplefilter("error")
         jax.eval_shape(traced)
     assert said == [""] and packed() == "" and cudnn._passes_check.cache_info().misses == 1
+    # Larger heads are checked too, for each multiple of 64.
+    assert cudnn.reason_against(BF16, 256) == "" and cudnn._passes_check.cache_info().misses == 2
     for kind in (OneDocument, Failing):
         cudnn._passes_check.cache_clear()
         kernel(kind)

@@ -9,6 +9,7 @@ from problems import zero_on
 
 from zero_jax.tracing.jaxpr import products
 from zero_jax.tracing.passes import without_dead_derivatives
+from zero_jax.tracing.sharded_dims import sharded_dims
 
 pytestmark = pytest.mark.filterwarnings("error")  # also JAX's about jaxprs without debug info
 KNOWN = jax.checkpoint_policies
@@ -86,3 +87,11 @@ def test_products_of_convolutions_loops_and_branches_are_counted():
     branch = lambda x, which: lax.cond(which, lambda x: x @ x @ x, lambda x: x @ x, x)  # noqa: E731
     jaxpr = jax.make_jaxpr(branch)(jnp.zeros((4, 4)), True).jaxpr
     assert max(products(jaxpr)) == 2 * 4**3
+
+
+def test_values_that_pass_a_barrier_stay_split_along_their_own_dims():
+    """Each as it was, although another has a dim of the same size."""
+    barrier = jax.make_jaxpr(lambda *x: jax.lax.optimization_barrier(x))
+    shapes = [jnp.ones(shape) for shape in ((4, 4), (4, 8), (4,))]
+    for dims in ([0, 1, None], [None, None, 0]):
+        assert sharded_dims(barrier(*shapes).jaxpr.eqns[0], dims) == dims

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import small_runs as runs
 from jax.sharding import PartitionSpec
 from small_runs import folder
-from test_train import stop_before, tune
+from test_train import TUNE, stop_before, tune
 
 import training.run
 from training.config import Config
@@ -77,6 +78,21 @@ def test_packed_conversations_train_as_without_and_resume_at_another_size(
     found = tuned(tune, "moved", 4)
     said = capsys.readouterr()
     assert "step 2: restored" in said.out and "warning" not in said.out + said.err
+    CLOSE(found[0], losses)
+    CLOSE(found[1][-1], held_out[-1])
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_resumes_at_another_size(tune):
+    longer = ["--max-steps", "12", "--save-steps", "2"]
+    losses, held_out = tuned(tune, "one", 1, *longer)
+    own = ["--context-parallel", "2", "--output-dir", "killed"]
+    process = runs.start(*TUNE, *SFT, *longer, *own)
+    runs.wait_for(lambda: Path("killed").exists() and runs.saved_steps("killed"), process)
+    process.kill()
+    runs.finish([process])
+    assert process.returncode == -signal.SIGKILL and max(runs.saved_steps("killed")) < 12
+    found = tuned(tune, "killed", 4, *longer)
     CLOSE(found[0], losses)
     CLOSE(found[1][-1], held_out[-1])
 

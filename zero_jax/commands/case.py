@@ -10,7 +10,6 @@ import optax
 
 from zero_jax.adapters.lora import Lora
 from zero_jax.context_parallel import cudnn
-from zero_jax.context_parallel.attention import attention
 from zero_jax.engine import grads
 from zero_jax.engine.config import Stage
 from zero_jax.hlo.targets import Target
@@ -50,8 +49,7 @@ class Case:
 
     @functools.cached_property
     def model(self) -> TextModel:
-        shares_rows = context_size(self.zero.mesh) > 1
-        return TextModel(self.config, self.lora, attention if shares_rows else None)
+        return TextModel(self.config, self.lora)
 
     @property
     def row(self) -> int:
@@ -97,10 +95,7 @@ class Case:
                     elements=rows * self.row * config.heads * head_dim,
                 )
                 said.append(f"in blocks of queries ({reason})" if reason else "cuDNN")
-        text = "attention: " + "; packed documents: ".join(dict.fromkeys(said))
-        if target.platform != "cuda" or context_size(self.zero.mesh) > 1:
-            return text
-        return f"{text}. A compile check uses blocks of queries"
+        return "attention: " + "; packed documents: ".join(dict.fromkeys(said))
 
     def plan(self, stage: Stage, **options: Any) -> Plan:
         """Returns the plan of a stage; options are those of `planning.of`."""

@@ -9,8 +9,10 @@ of the row in one of two ways:
   3 · 2·M·H·T elements per row.
 - `all_to_all`: heads are exchanged for tokens, so that a device has full rows of N / C heads
   (Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509, section 3.2). The three passes send
-  3 · (2·N + 2·M)·H·T / C elements: queries, keys, values and the output, or their gradients. With
-  more devices than heads of keys, heads of keys are repeated: C instead of M.
+  3 · (2·N + 2·M)·H·T / C elements: queries, keys, values and the output, or their gradients. Heads
+  are repeated or added until C divides their number (`_sent_heads`).
+
+With a `model` axis (tensor parallelism) each of its devices computes its part of the heads.
 
 Shapes: B batch, T tokens of a row, C devices of `context`, N heads of queries, M of keys and
 values, H head dim. Outside `shard_map`, and without a `context` axis, C = 1 and nothing is sent.
@@ -25,10 +27,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from zero_jax.collectives.gather_scatter import all_gather, psum_scatter
 from zero_jax.context_parallel import blocks, chunks, cudnn
-from zero_jax.sharding.mesh import CONTEXT
+from zero_jax.sharding.mesh import CONTEXT, MODEL
+from zero_jax.sharding.model_axis import over_model
 
 Exchange: TypeAlias = Literal["all_gather", "all_to_all"]
 Implementation: TypeAlias = Literal["cudnn", "xla"]
@@ -74,10 +78,9 @@ def attention(
       scale: Factor of the scores; 1 / √H by default.
       implementation: "cudnn", on full rows alone, or "xla", in blocks of queries and keys. By
         default cuDNN's kernel where it takes the arguments.
-      exchange: "all_gather" of keys and values, or "all_to_all" of heads, which requires that C
-        divides N, and divides M or is a multiple of it. By default that of the settings of `Zero`;
-        without one "all_to_all" if a cuDNN kernel takes its full rows, else the one that sends
-        fewer elements.
+      exchange: "all_gather" of keys and values, or "all_to_all" of heads. By default that of the
+        settings of `Zero`; without one "all_to_all" if a cuDNN kernel takes its full rows, else the
+        one that sends fewer elements.
 
     Returns:
       (B, T, N, H), in the dtype of the inputs.
@@ -95,21 +98,42 @@ def attention(
     _check_choice("exchange", exchange, get_args(Exchange))
     if query.size == 0:
         return query
-    exchange, implementation = _chosen(
-        *(query, key, segment_ids is not None),
-        *(exchange or _EXCHANGE.value, implementation),
-    )
-    if exchange == "all_to_all" and (times := chunks.size() // key.shape[2]) > 1:
-        # A head of keys is sent to every device that has queries for it.
-        key, value = (jnp.repeat(x, times, axis=2) for x in (key, value))
-    options = _Options(
+    run = functools.partial(
+        _of_heads,
         is_causal=is_causal,
         window=window,
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         implementation=implementation,
-        exchange=exchange,
+        exchange=exchange or _EXCHANGE.value,
     )
-    return _attention(options, query, key, value, segment_ids)
+    arrays = query, key, value, segment_ids
+    parts = jax.sharding.get_abstract_mesh().shape.get(MODEL, 1)
+    if parts == 1 or key.shape[2] % parts:  # XLA partitions it over `model`
+        return run(*arrays)
+    heads = PartitionSpec(None, None, MODEL)
+    return over_model(run, arrays, [heads, heads, heads, PartitionSpec()], heads)
+
+
+def _of_heads(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: _Segments,
+    *,
+    implementation: Implementation | None,
+    exchange: Exchange | None,
+    **options: Any,
+) -> jax.Array:
+    """Returns `attention` of this device's part of the heads."""
+    N, M = q.shape[2], k.shape[2]
+    exchange, implementation = _chosen(q, k, segments is not None, exchange, implementation)
+    if exchange == "all_to_all":
+        queries, keys = _sent_heads(N, M)
+        q = _with_heads(q, 1, queries)
+        k, v = (_with_heads(x, min(N, keys) // M, keys) for x in (k, v))
+    how = _Options(implementation=implementation, exchange=exchange, **options)
+    out = _attention(how, q, k, v, segments)
+    return out if out.shape[2] == N else out[:, :, :N]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +193,27 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"`{name}`={value!r}: use {' or '.join(map(repr, choices))}, or None")
 
 
+def _sent_heads(N: int, M: int) -> tuple[int, int]:
+    """Returns the heads of queries and of keys that `all_to_all` sends: C divides both.
+
+    Each device gets the heads of keys that its heads of queries attend to: with C devices for M < C
+    heads of keys, these are repeated. If C does not divide N, there is a head of keys for each head
+    of queries, and heads of zeros are added.
+    """
+    C = chunks.size()
+    if N % C == 0 and (M % C == 0 or C % M == 0):
+        return N, max(M, C)
+    added = -(-N // C) * C
+    return added, added
+
+
+def _with_heads(x: jax.Array, repeats: int, heads: int) -> jax.Array:
+    """Returns each head so many times in a row, and heads of zeros after them."""
+    x = x if repeats == 1 else jnp.repeat(x, repeats, axis=2)
+    added = heads - x.shape[2]
+    return jnp.pad(x, ((0, 0), (0, 0), (0, added), (0, 0))) if added else x
+
+
 def _chosen(
     q: jax.Array,
     k: jax.Array,
@@ -177,21 +222,14 @@ def _chosen(
     implementation: Implementation | None,
 ) -> tuple[Exchange, Implementation]:
     """Returns the exchange and the kernel: the given ones, else the best possible."""
-    C, N, M = chunks.size(), q.shape[2], k.shape[2]
-    heads = max(M, C)  # of keys, as they are sent by all-to-all
-    splits = heads % C == 0 and heads % M == 0 and N % heads == 0
-    if exchange == "all_to_all" and not splits:
-        raise ValueError(
-            f"`exchange`='all_to_all' gives each of {C} devices of the context axis some heads, "
-            f"but there are {N} of queries and {M} of keys: {C} must divide {N}, and divide {M} or "
-            'be a multiple of it. Use exchange="all_gather"'
-        )
+    C, (B, T, N, H), M = chunks.size(), q.shape, k.shape[2]
+    queries, keys = _sent_heads(N, M)
     # With all-to-all, and where nothing is sent, a device has full rows of some heads.
-    is_full = splits and (exchange != "all_gather" or C == 1)
+    is_full = exchange == "all_to_all" or C == 1 or (exchange is None and queries < 2 * N)
     against = "it needs full rows, which `exchange`='all_gather' does not give"
     if is_full:
         against = cudnn.reason_against(
-            q.dtype, q.shape[-1], packed=packed, grouped=N != heads, elements=q.size
+            q.dtype, H, packed=packed, grouped=queries != keys, elements=B * T * queries * H
         )
     if implementation == "cudnn" and against:
         raise ValueError(f"`implementation`='cudnn': {against}. Leave it out, or use \"xla\"")
@@ -199,7 +237,7 @@ def _chosen(
         return "all_to_all", "cudnn"
     if C == 1:
         return "all_to_all", "xla"
-    fewer = splits and N + heads < M * C
+    fewer = queries + keys < M * C
     return exchange or ("all_to_all" if fewer else "all_gather"), "xla"
 
 

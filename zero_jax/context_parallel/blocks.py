@@ -29,9 +29,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Most queries or keys of a block. Its fp32 scores take 4 MB per row and head. With larger blocks
-# more computed scores are masked, with smaller ones results are read and written more often.
-BLOCK = 1024
+# Most queries or keys of a block; shorter rows have `BLOCKS` blocks, but no shorter ones than
+# `SMALLEST`. The fp32 scores of the largest take 4 MB per row and head. With larger blocks more
+# computed scores are masked, with smaller ones results are read and written more often.
+BLOCK, BLOCKS, SMALLEST = 1024, 8, 256
 
 _dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
@@ -174,8 +175,9 @@ class _Blocks:
 
 def _sizes(queries: int, keys: int) -> tuple[int, int]:
     """Returns K and L. Blocks of queries are even in number: a device has two chunks of a row."""
-    even = 2 * -(-queries // (2 * BLOCK))
-    return -(-queries // even), -(-keys // -(-keys // BLOCK))
+    most = min(max(keys // BLOCKS, SMALLEST), BLOCK)
+    even = 2 * -(-queries // (2 * most))
+    return -(-queries // even), -(-keys // -(-keys // most))
 
 
 def _keys_seen(

@@ -35,13 +35,14 @@ from zero_jax.names import FURTHER_DOCUMENTS
 RELEASES = ("0.10.2", "0.12.0.1")
 # Statistics of 64 documents are as large as queries of 128 numbers a head in bf16.
 DOCUMENTS = 64
-# cuDNN's kernel has a gradient for heads up to this size on every GPU that JAX runs on.
-LARGEST_HEAD = 128
+# cuDNN's kernel has a gradient for heads up to the first size on every GPU that JAX runs on, and up
+# to the second one on Hopper.
+LARGEST_HEAD, LARGEST_ON_HOPPER = 128, 256
 # Largest relative error of the self-check, in the norm of an array. Rounding to bf16 gives less
 # than 1 %; one wrong document of 5 tokens among 768 gives 8 %.
 TOLERANCE = 0.03
 _FUSED, _PACKED = (8, 0), (9, 0)  # compute capabilities
-_PACKED_CUDNN = 90600  # the first version with offsets
+_PACKED_CUDNN = 90600  # the first version with offsets; it also has the largest heads
 _Arrays: TypeAlias = tuple[jax.Array, ...]
 
 
@@ -116,7 +117,8 @@ def reason_against(
 ) -> str:
     """Returns why `attention` cannot run on the `kernel_target`; "" if it can.
 
-    The first call for packed rows on a GPU compares the kernel with attention in fp32.
+    The first call on a GPU for packed rows, or for heads above `LARGEST_HEAD`, compares the kernel
+    with attention in fp32.
 
     Args:
       dtype: Dtype of queries, keys and values.
@@ -137,30 +139,29 @@ def reason_against(
         return f"{needs} an NVIDIA GPU of compute capability {least[0]}.{least[1]}"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN supports bfloat16 and float16, not {dtype}"
-    if head_dim % 8 or head_dim > LARGEST_HEAD:
-        return f"head dim {head_dim} is not a multiple of 8 up to {LARGEST_HEAD}"
+    hopper = target.capability is not None and target.capability[0] == 9
+    largest = LARGEST_ON_HOPPER if hopper else LARGEST_HEAD
+    if head_dim % 8 or head_dim > largest:
+        return f"head dim {head_dim} is not a multiple of 8 up to {largest}"
     if not target.present and _partitioned_axes():
         axes = " and ".join(_partitioned_axes())
         return f"a compile check cannot partition cuDNN's kernel over {axes}"
-    return _reason_against_offsets(target, grouped, elements) if packed else ""
+    if packed and grouped and not releases.GROUPED_OFFSETS:
+        return f"jax {jax.__version__} has wrong offsets for keys with fewer heads than queries"
+    if packed and elements >= 2**31:
+        return f"{elements:,} elements are too many for offsets of 32 bits"
+    if not target.present or not (packed or head_dim > LARGEST_HEAD):
+        return ""
+    if (version := fused.check_cudnn_version()) < _PACKED_CUDNN:
+        what = "packed documents require" if packed else f"head dim {head_dim} requires"
+        return f"{what} cuDNN 9.6, and {version} is installed"
+    return "" if _passes_check(-(-head_dim // 64) * 64) else "cuDNN failed its check on this GPU"
 
 
 def _partitioned_axes() -> list[str]:
     """Returns the axes over which XLA partitions this trace."""
     mesh = jax.sharding.get_abstract_mesh()
     return [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
-
-
-def _reason_against_offsets(target: KernelTarget, grouped: bool, elements: int) -> str:
-    if grouped and not releases.GROUPED_OFFSETS:
-        return f"jax {jax.__version__} has wrong offsets for keys with fewer heads than queries"
-    if elements >= 2**31:
-        return f"{elements:,} elements are too many for offsets of 32 bits"
-    if not target.present:
-        return ""
-    if (version := fused.check_cudnn_version()) < _PACKED_CUDNN:
-        return f"packed documents require cuDNN 9.6, and {version} is installed"
-    return "" if _passes_check() else "packed documents failed their check on this GPU"
 
 
 def attention(
@@ -358,22 +359,23 @@ def _of_head(arrays: _Arrays, head: jax.Array, key_heads: int) -> _Arrays:
 
 
 @functools.cache
-def _passes_check() -> bool:
+def _passes_check(head_dim: int) -> bool:
     """Returns whether packed attention equals attention in fp32 on this GPU; else warns."""
     # A thread of its own: this one may be tracing a program.
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        error = pool.submit(_check_error).result()
+        error = pool.submit(_check_error, head_dim).result()
     if error <= TOLERANCE:
         return True
     warnings.warn(
-        f"cuDNN's attention over packed documents differs from fp32 by {error:.2g} on this GPU "
-        f"(at most {TOLERANCE} is expected): attention in blocks of queries is used instead",
+        f"cuDNN's attention over packed documents, head dim {head_dim}, differs from fp32 by "
+        f"{error:.2g} on this GPU (at most {TOLERANCE} is expected): attention in blocks of "
+        "queries is used instead",
         stacklevel=2,
     )
     return False
 
 
-def _check_error() -> float:
+def _check_error(head_dim: int) -> float:
     """Returns the largest relative error of packed attention and its gradients, with windows too.
 
     Row 0 has more than D documents, row 1 has three. It is infinite if the kernel does not run.
@@ -385,7 +387,7 @@ def _check_error() -> float:
     segments = jnp.stack([many, few])
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v, cotangent = (
-        jax.random.normal(key, (2, tokens, n, 64), jnp.bfloat16)
+        jax.random.normal(key, (2, tokens, n, head_dim), jnp.bfloat16)
         for key, n in zip(keys, (heads, key_heads, key_heads, heads), strict=True)
     )
 

@@ -41,7 +41,6 @@ NOT_SHOWN = {
     "cuda": (
         "library workspace (cuBLAS, cuDNN) and NCCL's buffers, often 1 to 3 GB together",
         "kernels chosen by autotuning, which may use more or less scratch memory",
-        "cuDNN's attention, except in zero_jax.attention: blocks of queries are compiled instead",
     ),
     "tpu": (
         "elements sent: the compiler turns gathers and scatters into all-reduces",

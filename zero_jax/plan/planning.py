@@ -98,7 +98,7 @@ def of(
     # A mesh without devices or target is one of GPUs.
     of_gpus = isinstance(mesh, AbstractMesh) or on_gpu(mesh)
     of_gpus = of_gpus if aim is None else aim.platform == "cuda"
-    with _attention_kernels_of(aim):
+    with _attention_kernels_of(aim, mesh):
         plan = _predict(step, args, of_gpus)
         if aim is not None:
             abstract = abstract_of(mesh)
@@ -125,11 +125,17 @@ def of(
     return dataclasses.replace(plan, compiled=audit, target=aim, time=time)
 
 
-def _attention_kernels_of(target: Target | None) -> contextlib.AbstractContextManager[None]:
-    """Traces steps with the target's attention kernels; those of this machine without one."""
-    if target is None:
+def _attention_kernels_of(
+    target: Target | None, mesh: AnyMesh
+) -> contextlib.AbstractContextManager[None]:
+    """Traces steps with the attention kernels of the target, else those of the mesh's devices.
+
+    A mesh without devices or target is one of H100s.
+    """
+    if target is None and not isinstance(mesh, AbstractMesh):
         return contextlib.nullcontext()
-    return cudnn.compiling_for(target.platform, target.compute_capability)
+    aim = target or targets.target("h100")
+    return cudnn.compiling_for(aim.platform, aim.compute_capability)
 
 
 def _predict(step: TrainStep, args: tuple[PyTree, ...], of_gpus: bool) -> Plan:
@@ -150,7 +156,9 @@ def _predict(step: TrainStep, args: tuple[PyTree, ...], of_gpus: bool) -> Plan:
     if host:
         # Stages 1 and 2 are done with the masters once they have gathered them.
         fetched = bytes_on(params, HOST) if settings.stage in (0, 3) else 0
-        pieces = min(2 * settings.offload.piece_bytes, host)
+        # The update follows the backward pass: its pieces take the place of activations.
+        freed = sum(size for term, size in terms.items() if term != "gradients")
+        pieces = max(0, min(2 * settings.offload.piece_bytes, host) - freed)
         streams = {"fetched": fetched, "pieces": pieces}
     sent = _sent(device_part(jaxpr), settings.mesh.shape)
     sent["update"] = Sent(update.elements, 4 * update.elements)  # fp32 momentum and what it becomes

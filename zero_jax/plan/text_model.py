@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zero_jax.adapters.lora import Adapted, Lora
+from zero_jax.context_parallel.attention import attention
 from zero_jax.engine.losses import Weighted
 from zero_jax.models import families
 from zero_jax.models.attend import AttentionFn
@@ -48,7 +49,7 @@ class TextModel:
 
     config: families.Config
     lora: Lora | None = None
-    attention_fn: AttentionFn | None = None
+    attention_fn: AttentionFn = attention
 
     def __post_init__(self) -> None:
         # Made at once: within the trace of a step Flax would place its variables on the mesh.

@@ -73,7 +73,7 @@ class Place:
         if not can_move(x):
             return x
         if self.partitioned:
-            x = over_model(_split, x, PartitionSpec(), PartitionSpec(MODEL))
+            x = over_model(_split, [x], [PartitionSpec()], PartitionSpec(MODEL))
         return jax.device_put(x, jax.memory.Space.Host) if self.host else x
 
     def fetch(self, stored: jax.Array, like: jax.Array | jax.core.ShapedArray) -> jax.Array:
@@ -89,7 +89,7 @@ class Place:
             full = jax.lax.all_gather(piece, MODEL, tiled=True)
             return full[: math.prod(like.shape)].reshape(like.shape)
 
-        return over_model(gather, stored, PartitionSpec(MODEL), PartitionSpec())
+        return over_model(gather, [stored], [PartitionSpec(MODEL)], PartitionSpec())
 
 
 def can_move(aval: object) -> bool:

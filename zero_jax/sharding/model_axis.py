@@ -64,16 +64,19 @@ def on_pieces(fn: _Function, x: jax.Array, dim: int | None, size: int) -> jax.Ar
     if size == 1:
         return fn(x)
     spec = PartitionSpec() if dim is None else PartitionSpec(*[None] * (dim % x.ndim), MODEL)
-    return over_model(fn, x, spec, spec)
+    return over_model(fn, [x], [spec], spec)
 
 
 def over_model(
-    fn: _Function, x: jax.Array, spec: PartitionSpec, out_spec: PartitionSpec
+    fn: Callable[..., jax.Array],
+    args: Sequence[jax.Array | None],
+    specs: Sequence[PartitionSpec],
+    out_spec: PartitionSpec,
 ) -> jax.Array:
     """Runs `fn` with `model` as a manual axis: it gets and returns pieces by these specs."""
     if MODEL in jax.sharding.get_abstract_mesh().manual_axes:
-        return fn(x)
+        return fn(*args)
     mapped = jax.shard_map(
-        fn, in_specs=(spec,), out_specs=out_spec, axis_names={MODEL}, check_vma=False
+        fn, in_specs=tuple(specs), out_specs=out_spec, axis_names={MODEL}, check_vma=False
     )
-    return mapped(x)
+    return mapped(*args)

@@ -54,6 +54,8 @@ def sharded_dims(eqn: jex.JaxprEqn, dims: Sequence[Dim]) -> list[Dim]:
     if name == "dot_general":
         made = [of.get(d) for of, d in zip(kept_dims(eqn), dims, strict=True) if d is not None]
         return [next((d for d in made if d is not None), None)]
+    if name == "optimization_barrier":
+        return list(dims)
     if name == "gather":  # rows of a table: each device looks up its own, and they are summed
         return [None]
     if name in _RULES:
