@@ -20,6 +20,7 @@ from training.corpus import Corpus
 from training.multiprocess import say, together
 from training.packing import LOOK, Arrays
 from zero_jax import interchange
+from zero_jax.commands.case import choose
 from zero_jax.commands.settings import ROW, check_context
 from zero_jax.hlo import targets
 from zero_jax.interchange import peft
@@ -109,7 +110,9 @@ class Trainer:
         self.plain_tx = optimizer_of(config)
         self.zero = zero_jax.Zero(self.mesh, frozen=self.model.frozen, **config.zero_settings())
         if config.stage == "auto":
-            self.zero = self.zero.choose(*self._step_of(self.zero), has_aux=self.model.routes).zero
+            tokens = config.seq_len // mesh.context_size(self.mesh)
+            step_of = functools.partial(self._step_of, self.zero)
+            self.zero, self.model = choose(self.zero, self.model, step_of, tokens)
         self.tx = self.zero.optimizer(self.plain_tx)
         trained = self.model.trained_loss
         self.step = self.zero.train_step(trained, self.tx, has_aux=self.model.routes)
@@ -140,21 +143,21 @@ class Trainer:
                 f"{parts} micro-batches = {unit}: use {' or '.join(map(str, sizes))}"
             )
 
-    def _step_of(self, zero: zero_jax.Zero) -> tuple[Any, ...]:
+    def _step_of(self, zero: zero_jax.Zero, model: TextModel) -> tuple[Any, ...]:
         """Returns the arguments of `Zero.plan`: loss, optimizer, parameters and batch."""
         config = self.plan.config
         shape = (config.global_batch_size, config.seq_len + 1)
-        params = zero.eval_shape(self.model.make, self._key)
+        params = zero.eval_shape(model.make, self._key)
         batch: PyTree = (jax.ShapeDtypeStruct(shape, jnp.int32),)
         batch = jax.eval_shape(shifted, batch) if self._shares_rows else batch
-        return self.model.trained_loss, zero.optimizer(self.plain_tx), params, batch
+        return model.trained_loss, zero.optimizer(self.plain_tx), params, batch
 
     def predict(self) -> zero_jax.Plan:
         """Returns the plan of a step, with NVMe files as host memory."""
         zero = self.zero
         if zero.config.offload.in_files:  # an abstract mesh: host memory is not used
             zero = zero.replace(mesh=mesh.abstract_of(self.mesh), offload="optimizer")
-        return zero.plan(*self._step_of(zero), has_aux=self.model.routes)
+        return zero.plan(*self._step_of(zero, self.model), has_aux=self.model.routes)
 
     def shapes(self) -> PyTree:
         """Returns the full parameters as `ShapeDtypeStruct`."""

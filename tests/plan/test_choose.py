@@ -1,7 +1,9 @@
 """stage="auto": which candidates are tried, in which order, and which is chosen; and which mesh."""
 
+import dataclasses
 import functools
 import itertools
+import math
 import types
 
 import jax
@@ -11,11 +13,14 @@ import pytest
 from problems import assert_bitwise, out_of_memory
 
 import zero_jax
+from zero_jax.commands.case import MLP_CHUNK, choose
 from zero_jax.hlo import targets
+from zero_jax.models import gpt
 from zero_jax.offload.host import CannotStream
 from zero_jax.plan import advice
 from zero_jax.plan.auto import STATES, Candidate, combinations, limits, of_config, search
 from zero_jax.plan.tables import gigabytes
+from zero_jax.plan.text_model import TextModel
 
 TX, ignore = optax.adamw(1e-3), [].append
 
@@ -285,3 +290,47 @@ def test_the_fastest_mesh_of_those_that_fit_is_named(sizes, compiled, why, faste
         assert "25%" in said and said.endswith("use --mesh model=8")
     else:
         assert "none fits" in said
+
+
+TOKENS = 2 * MLP_CHUNK
+TWO = {"whole": (1.0, 30), "chunks": (1.02, 20)}  # seconds and bytes of the best candidates
+
+
+@pytest.mark.parametrize(
+    ("tokens", "results", "want"),
+    [
+        (TOKENS, TWO, "whole"),
+        (TOKENS, TWO | {"chunks": (1.005, 20)}, "chunks"),  # as fast, smaller
+        (TOKENS, TWO | {"whole": None}, "chunks"),
+        (TOKENS, {"whole": (math.inf, 30), "chunks": (math.inf, 20)}, "whole"),
+        (TOKENS - 1, {"whole": (1.0, 30)}, "whole"),
+        (TOKENS, {"whole": None, "chunks": None}, None),
+    ],
+)
+def test_mlps_in_chunks_are_chosen_for_long_rows_if_steps_are_not_longer(tokens, results, want):
+    model = TextModel(gpt.GPTConfig(layers=1, width=8, heads=1, vocab=8, seq=TOKENS))
+    asked = []
+
+    class Zero:
+        def choose(self, own, has_aux):
+            asked.append("chunks" if own.config.mlp_chunk else "whole")
+            if results[asked[-1]] is None:
+                raise ValueError(f"nothing fits: {asked[-1]}")
+            seconds, size = results[asked[-1]]
+            plan = types.SimpleNamespace(total_bytes=size)
+            best = types.SimpleNamespace(seconds=seconds, plan=plan)
+            return types.SimpleNamespace(chosen=best, zero=asked[-1])
+
+    run = functools.partial(choose, Zero(), model, lambda own: (own,), tokens)
+    if want is None:
+        with pytest.raises(ValueError, match="nothing fits: chunks"):
+            run()
+    else:
+        zero, own = run()
+        assert zero == want == ("chunks" if own.config.mlp_chunk == MLP_CHUNK else "whole")
+    assert asked == list(results)
+    # MLPs that have chunks, or experts, stay as they are.
+    fixed = dataclasses.replace(model, config=dataclasses.replace(model.config, mlp_chunk=16))
+    asked.clear()
+    results = dict.fromkeys(("chunks",), (1.0, 1))
+    assert choose(Zero(), fixed, lambda own: (own,), tokens)[1] is fixed and asked == ["chunks"]

@@ -113,4 +113,5 @@ def last_loss(out):
 
 
 def saved_steps(out):
-    return sorted(int(path.name) for path in Path(out, "checkpoints").glob("[0-9]*"))
+    names = (path.name for path in Path(out, "checkpoints").glob("[0-9]*"))
+    return sorted(int(name) for name in names if name.isdigit())  # others are being written

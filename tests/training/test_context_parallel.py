@@ -38,7 +38,7 @@ def test_batches_are_the_inputs_and_labels_of_the_same_samples(folder, context):
         assert np.array_equal(batch["inputs"], tokens[:, :-1])
         assert np.array_equal(batch["labels"], tokens[:, 1:])
         assert batch["labels"].sharding.spec == PartitionSpec(("data",))
-    *_, planned = own._step_of(own.zero)
+    *_, planned = own._step_of(own.zero, own.model)
     assert {name: x.shape for name, x in planned.items()} == {"inputs": (8, 16), "labels": (8, 16)}
     known = facts(own, {})
     assert known["order"] == facts(one, {})["order"]

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,12 +16,59 @@ from zero_jax.engine import grads
 from zero_jax.engine.config import Stage
 from zero_jax.hlo.targets import Target
 from zero_jax.models import families, optimizers
-from zero_jax.plan import model_states
+from zero_jax.plan import auto, model_states
 from zero_jax.plan.plans import Plan
 from zero_jax.plan.text_model import TextModel, shifted
 from zero_jax.sharding.mesh import batch_shards, context_size
 from zero_jax.sharding.paths import PyTree
-from zero_jax.zero import Zero
+from zero_jax.zero import Zero, ZeroChoice
+
+# Tokens of an MLP's chunks, if they are chosen: enough to keep a GPU's matrix units busy.
+MLP_CHUNK = 8192
+
+
+def choose(
+    zero: Zero,
+    model: TextModel,
+    step_of: Callable[[TextModel], tuple[PyTree, ...]],
+    tokens: int,
+    **options: Any,
+) -> tuple[Zero, TextModel]:
+    """Chooses settings in place of stage="auto", and if MLPs run on `MLP_CHUNK` tokens at a time.
+
+    Args:
+      zero: Settings with `stage="auto"`.
+      model: The model. Its MLPs stay as they are if they have chunks or experts.
+      step_of: Returns the arguments of `Zero.choose` for a model.
+      tokens: Tokens of a row on one device. Chunks are considered for two and more.
+      **options: Options of `Zero.choose`.
+
+    Raises:
+      ValueError: No candidate fits, or the device does not report its memory.
+    """
+    models, config = [model], model.config
+    can = config.mlp_chunk is None and getattr(config, "mixture", None) is None
+    if can and tokens >= 2 * MLP_CHUNK:
+        chunked = dataclasses.replace(config, mlp_chunk=MLP_CHUNK)
+        models.append(dataclasses.replace(model, config=chunked))
+    found, errors = list[tuple[ZeroChoice, TextModel]](), list[ValueError]()
+    for one in models:
+        try:
+            choice = zero.choose(*step_of(one), has_aux=one.routes, **options)
+        except ValueError as error:
+            errors.append(error)
+        else:
+            found.append((choice, one))
+    if not found:
+        raise errors[-1]
+    least = min(choice.chosen.seconds for choice, _ in found) * (1 + auto.TIE)
+    short = [pair for pair in found if pair[0].chosen.seconds <= least]
+    choice, chosen = short[0]
+    if math.isfinite(least):
+        choice, chosen = min(short, key=lambda pair: pair[0].chosen.plan.total_bytes)
+    if len(models) > 1 and jax.process_index() == 0:
+        print(f"chose MLPs of {chosen.config.mlp_chunk or 'all'} tokens at a time (--mlp-chunk)")
+    return choice.zero, chosen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,15 +150,18 @@ class Case:
         """Returns the plan of a stage; options are those of `planning.of`."""
         zero = self.zero.at_stage(stage)
         options = {"model_flops": self.model_flops, "has_aux": self.model.routes, **options}
-        return zero.plan(*self._step(zero), **options)
+        return zero.plan(*self._step(zero, self.model), **options)
 
     def choose(self, **options: Any) -> "Case":
         """Returns this case with the settings that `Zero.choose` chooses in place of "auto"."""
-        choice = self.zero.choose(*self._step(self.zero), has_aux=self.model.routes, **options)
-        return dataclasses.replace(self, zero=choice.zero)
+        tokens = self.row // context_size(self.zero.mesh)
+        step_of = functools.partial(self._step, self.zero)
+        zero, model = choose(self.zero, self.model, step_of, tokens, **options)
+        return dataclasses.replace(self, zero=zero, config=model.config)
 
-    def _step(self, zero: Zero) -> tuple[PyTree, ...]:
-        return self.loss_fn, zero.optimizer(self.tx), zero.eval_shape(self.make), self.batch
+    def _step(self, zero: Zero, model: TextModel) -> tuple[PyTree, ...]:
+        tx, params = zero.optimizer(self.tx), zero.eval_shape(self.make)
+        return model.trained_loss, tx, params, self.batch
 
     def states(self, shards: int, stage: Stage) -> int:
         """Returns the bytes of model states on N devices, in closed form."""
