@@ -6,9 +6,12 @@ before they are gathered, layers rematerialised, and activations held to the bat
 XLA gathers weights and not activations. `held=False` is the same without that hold, as one writes
 it first; `split=False` is plain data parallelism, every array whole on every device. `chunks` is
 in how many parts of each row the loss is computed, and again in the backward pass: fewer logits at
-a time, but the embedding's gradient is summed over devices once for each.
+a time, but the embedding's gradient is summed over devices once for each. Where activations are
+held, attention is in a `shard_map` over the batch dim, so that a compile check has cuDNN's kernel.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +21,13 @@ import optax
 from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec
 
+import zero_jax
 from zero_jax.collectives.precision import cast
 from zero_jax.commands.case import Case
 from zero_jax.engine import execute
 from zero_jax.engine.lazy_param import LazyParam, full
 from zero_jax.engine.lifetimes import Positions
+from zero_jax.plan.text_model import TextModel
 from zero_jax.remat.policies import parse
 from zero_jax.sharding.mesh import DATA, abstract_of
 from zero_jax.tracing.forms import Form
@@ -53,7 +58,10 @@ def step_of(
         transform_non_params=lambda x: _like(x, mesh, whole),
     )
     rules = (("batch", DATA),) if held else ()
-    saving = _saving(_mean_loss(case, chunks), policy)
+    model = case.model
+    if held:
+        model = dataclasses.replace(model, attention_fn=functools.partial(_by_rows, mesh))
+    saving = _saving(_mean_loss(model, chunks), policy)
 
     def loss(params: PyTree, batch: PyTree) -> jax.Array:
         compute = jax.tree.map(lambda x: cast(x, case.zero.config.precision.compute), params)
@@ -85,9 +93,16 @@ def _saving(fun: Callable[..., Any], policy: str) -> Callable[..., Any]:
     return wrapped
 
 
-def _mean_loss(case: Case, chunks: int) -> Callable[[PyTree, jax.Array], jax.Array]:
+def _by_rows(mesh: Any, *qkv: jax.Array, segment_ids: None = None, **how: Any) -> jax.Array:
+    """`zero_jax.attention` of each device's rows."""
+    own = functools.partial(zero_jax.attention, **how)
+    rows = PartitionSpec(DATA)
+    return jax.shard_map(own, mesh=abstract_of(mesh), in_specs=rows, out_specs=rows)(*qkv)
+
+
+def _mean_loss(text: TextModel, chunks: int) -> Callable[[PyTree, jax.Array], jax.Array]:
     def mean_loss(params: PyTree, tokens: jax.Array) -> jax.Array:
-        model = case.model.model(params)
+        model = text.model(params)
 
         def total(part: tuple[jax.Array, jax.Array]) -> jax.Array:
             hidden, labels = part

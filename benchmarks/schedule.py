@@ -28,6 +28,7 @@ import jax
 
 from zero_jax import Precision, Zero, abstract_mesh
 from zero_jax.commands.case import Case
+from zero_jax.context_parallel import cudnn
 from zero_jax.hlo import aot, auditor, roofline, targets
 from zero_jax.models import families
 
@@ -63,9 +64,11 @@ def compiled(case: Case, target: targets.Target, told: bool) -> dict[str, dict]:
         found = {PROGRAMS[0]: facts(plan.compiled, plan.time, plan.num_params) | predicted}
         for name, chunks, own in zip(PROGRAMS[1:], (1, 1, CHUNKS), ({}, options, {}), strict=True):
             step, args = gspmd.step_of(case, REMAT, chunks=chunks)
-            audit = aot.compile_for(
-                target, step, args, case.zero.mesh, options=own, latencies=file if told else None
-            )
+            told_to = file if told else None
+            with cudnn.compiling_for(target.platform, target.compute_capability):
+                audit = aot.compile_for(
+                    target, step, args, case.zero.mesh, options=own, latencies=told_to
+                )
             times = roofline.step_time(audit.program, audit.collectives, target, case.model_flops)
             found[name] = facts(audit, times, plan.num_params)
     return found
