@@ -8,7 +8,7 @@ import pytest
 from hlo_lines import computation, gather, loop, program
 from test_flops import HALF, QKV, B, D, N, T, attention
 
-from zero_jax.hlo import aot, collectives, hlo_text, latencies, roofline
+from zero_jax.hlo import aot, collectives, hlo_text, kernel_table, latencies, roofline
 from zero_jax.hlo.targets import target, topology
 
 H100 = target("h100")
@@ -338,3 +338,24 @@ def test_devices_fill_hosts_or_a_box():
         assert topology(target(name), devices) == want
         assert topology(target(name), devices, f"1X1X{devices}") == f"1x1x{devices}"
     assert aot.check(target("cpu"), 64) == ""
+
+
+def test_kernels_are_grouped_by_operation_and_line_and_sum_to_the_kernels_of_the_step():
+    meta = 'metadata={{op_name="{}" stack_frame_id=0}}'
+    copy = f"%copy.{{}} = bf16[{WIDTH},{WIDTH}]{{{{0,1}}}} copy(%{{}})"
+    body = [dot(), copy.format(1, "dot") + ", " + meta.format("jit(f)/transpose(jvp(g))/copy")]
+    lines, computations = loop("layers", XW, ["x", "w"], body, ["copy.1", "w"], trips=5)
+    last = copy.format(2, "layers_x")
+    program, _ = module(XW, *lines, last, computations=computations)
+    groups = kernel_table.kernel_groups(program, H100)
+    found = [(g.operation, g.is_backward, g.runs, g.bytes) for g in groups]
+    assert found == [
+        *(("copy", True, 5, 5 * COPIED), ("copy", False, 1, COPIED)),
+        *(("go", False, 6, 6 * 5), ("dot", False, 5, 5 * SIZE)),  # "go" is the loop's condition
+    ]
+    excess = [g.excess for g in groups]
+    assert excess == pytest.approx([5 * COPIED / MEMORY, COPIED / MEMORY, 30 / MEMORY, 0])
+    times = estimate(XW, *lines, last, computations=computations)
+    assert sum(g.seconds for g in groups) == pytest.approx(times.kernel_seconds)
+    text = kernel_table.format_kernels(groups)
+    assert f"{1e3 * sum(excess):.2f} of {1e3 * times.kernel_seconds:.2f} ms" in text

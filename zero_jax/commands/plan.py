@@ -46,6 +46,7 @@ from zero_jax.commands.settings import (
 )
 from zero_jax.engine.config import AUTO
 from zero_jax.hlo import aot, targets
+from zero_jax.hlo.kernel_table import format_kernels, kernel_groups
 from zero_jax.interchange import folder_config
 from zero_jax.models import families, gpt
 from zero_jax.models.decoder_config import DecoderConfig
@@ -85,6 +86,7 @@ class TargetSettings:
     latencies: str | None = setting(
         None, "Modelled latencies to write (.pbtxt); compiles twice.", metavar="FILE"
     )
+    kernels: bool = setting(False, "List the kernels by their modelled time beyond matmuls.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +97,10 @@ class PlanSettings(ModelSettings, DeviceSettings, ZeroSettings, LoraSettings, Ta
 GROUPS = (*SHARED, TargetSettings)
 # The settings that a command lacks.
 LACKING = {
-    "memory": ("latencies",),
+    "memory": ("latencies", "kernels"),
     "compile": (),
     "auto": ("latencies", "stage", "paper_config"),
-    "meshes": ("latencies", "json", "plot", "context_parallel"),
+    "meshes": ("latencies", "kernels", "json", "plot", "context_parallel"),
 }
 
 
@@ -171,6 +173,12 @@ def _plan(command: str, settings: PlanSettings) -> int:
         print(advice.format_advice(plans, memory_bytes, seconds), end="")
     if shown.compiled is not None:
         print("\n" + format_proof(shown, memory_bytes))
+    groups = []
+    if settings.kernels and shown.compiled is not None:
+        if shown.time is None:
+            raise ValueError(f"--kernels: {target.name} has no modelled step time: use h100")
+        groups = kernel_groups(shown.compiled.program, target)
+        print("\n" + format_kernels(groups))
     if settings.latencies is not None:
         path = pathlib.Path(settings.latencies).absolute()
         print(f"\nTo run with this schedule, set XLA_FLAGS=--{releases.LATENCIES}={path}")
@@ -179,6 +187,7 @@ def _plan(command: str, settings: PlanSettings) -> int:
         chosen = {"devices": mesh.size, "experts": experts_size(mesh), "seq_len": case.row}
         known = {**dataclasses.asdict(settings), **chosen, "jax": jax.__version__}
         known |= {**shown.as_dict(), "stages": stages}
+        known["kernels"] = list(map(dataclasses.asdict, groups))
         pathlib.Path(settings.json).write_text(json.dumps(known, indent=1) + "\n")
     if settings.plot:
         curves = {s: [(n, case.states(n, s)) for n in _CURVE] for s in STAGES}
