@@ -94,7 +94,7 @@ def _saving(fun: Callable[..., Any], policy: str) -> Callable[..., Any]:
 
 
 def _by_rows(mesh: Any, *qkv: jax.Array, segment_ids: None = None, **how: Any) -> jax.Array:
-    """`zero_jax.attention` of each device's rows."""
+    """Runs `zero_jax.attention` on each device's rows."""
     own = functools.partial(zero_jax.attention, **how)
     rows = PartitionSpec(DATA)
     return jax.shard_map(own, mesh=abstract_of(mesh), in_specs=rows, out_specs=rows)(*qkv)

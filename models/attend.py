@@ -1,4 +1,4 @@
-"""Attention of a model that is given no other.
+"""Default attention of the models.
 
 Shapes: B batch, T tokens of a row, N heads of queries, M of keys and values, H head dim.
 """

@@ -1,38 +1,40 @@
-"""Rows of a batch dealt to devices by their attention work.
+"""Rows of a batch assigned to devices by their attention work.
 
-A token of a packed row attends to the tokens of its document up to itself, so rows of long
-documents take longer. Devices wait for each other in each micro-batch: a step takes as long as the
-devices with most work in each.
+A token of a packed row attends to the tokens of its document up to itself, so with cuDNN's kernel
+rows of long documents take longer (attention in blocks takes as long for all rows). Devices wait
+for each other in each micro-batch: a step takes as long as the devices with most work in each.
 
 No process knows the rows of another. Each sorts its rows by work, so that the micro-batches of all
-processes are alike, and deals those of a micro-batch to its devices. The tokens of a row that
-several devices share are balanced in `zero_jax.attention`.
+processes are alike, and assigns those of a micro-batch to its devices. `zero_jax.attention`
+balances the tokens of a row that several devices share.
 """
 
 from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.typing import ArrayLike
 
 from zero_jax.models.families import Config
 
 
-def work_of(positions: np.ndarray | jax.Array, config: Config) -> np.ndarray | jax.Array:
-    """Returns the keys that the tokens of each row see, summed over tokens and layers, (B,).
+def work_of(segments: np.ndarray, config: Config) -> np.ndarray:
+    """Returns the pairs of tokens that attend in each row, over all layers, float64 (B,).
 
     Args:
-      positions: Positions (B, S) in documents, from 0.
+      segments: Document numbers (B, S). Padding is a document too, as in the kernel.
       config: The model, whose layers may have windows.
 
     >>> from zero_jax.models.families import preset
-    >>> work_of(np.array([[0, 1, 2, 3], [0, 1, 0, 1]]), preset("nano")) / preset("nano").layers
+    >>> config = preset("nano")
+    >>> work_of(np.array([[1, 1, 1, 1], [1, 1, 0, 0]]), config) / config.layers
     array([10.,  6.])
     """
+    places = np.arange(segments.shape[1])
+    begins = np.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
+    seen = 1 + places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
     window, slides = getattr(config, "window", None), sum(getattr(config, "slides", ()))
-    seen = positions + 1
-    work = (config.layers - slides) * seen.sum(axis=1)
-    return work + slides * seen.clip(max=window).sum(axis=1) if slides else work
+    work = (config.layers - slides) * seen.sum(axis=1, dtype=float)
+    return work + slides * seen.clip(max=window).sum(axis=1, dtype=float) if slides else work
 
 
 def order_of(work: Sequence[float] | np.ndarray, devices: int, micro_batches: int) -> np.ndarray:
@@ -51,18 +53,20 @@ def order_of(work: Sequence[float] | np.ndarray, devices: int, micro_batches: in
     rows = np.empty((devices, *heaviest.shape[:2]), int)
     for at, rounds in enumerate(heaviest):
         load = np.zeros(devices)
-        for number, dealt in enumerate(rounds):  # the most work to the device with least
+        for number, given in enumerate(rounds):  # the most work to the device with least
             to = np.argsort(load, kind="stable")
-            rows[to, at, number] = dealt
-            load[to] += work[dealt]
+            rows[to, at, number] = given
+            load[to] += work[given]
     return rows.reshape(-1)
 
 
-def imbalance(work: ArrayLike, devices: int, micro_batches: int) -> jax.Array:
+def imbalance(work: jax.Array, devices: int, micro_batches: int) -> jax.Array:
     """Returns how much longer a step's attention takes than with equal work on all devices.
 
-    >>> round(float(imbalance(np.array([3, 1, 1, 1]), devices=2, micro_batches=2)), 3)
+    Other arguments as for `order_of`; the rows are in that order.
+
+    >>> round(float(imbalance(jax.numpy.array([3.0, 1, 1, 1]), devices=2, micro_batches=2)), 3)
     1.333
     """
-    each = jax.numpy.reshape(work, (devices, micro_batches, -1)).sum(axis=2)
+    each = work.reshape(devices, micro_batches, -1).sum(axis=2)
     return each.max(axis=0).sum() / each.mean(axis=0).sum()

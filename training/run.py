@@ -217,14 +217,13 @@ class TrainingLoop:
             self.raise_if_stopped(functools.partial(end, number - 1, save=True))
             self._profile(number - done, params)
             try:
-                batch, self._place = next(rows)
+                batch, self._place, imbalance = next(rows)
             except DataChanged:
                 alone = jax.process_count() == 1  # other processes may not have seen the change
                 end(number - 1, save=alone)
                 if alone and self.saver.saved:
                     say(f"Step {self.saver.saved} is saved in {trainer.out}")
                 raise
-            imbalance = trainer.imbalance(batch)
             params, opt_state, metrics = trainer.step(params, opt_state, batch)
             waiting.append((number, metrics, imbalance))
             if number == done + 1:
@@ -323,8 +322,8 @@ def run(config: Config) -> None:
         loop.show_sample(params, "sample")
         if loop.imbalances:
             mean = sum(loop.imbalances) / len(loop.imbalances)
-            share = f"the busiest devices have {mean:.2f} times the mean work"
-            say(f"attention of packed rows: {share}")
+            share = f"the busiest devices have {mean:.2f} times the mean number of pairs"
+            say(f"attention over packed rows: {share} of tokens")
         if counts := corpus.counts:
             rows = "all rows" if jax.process_count() == 1 else "the rows of process 0"
             say(f"documents in {rows}: {counts}")

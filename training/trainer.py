@@ -113,6 +113,8 @@ class Trainer:
             tokens = config.seq_len // mesh.context_size(self.mesh)
             step_of = functools.partial(self._step_of, self.zero)
             self.zero, self.model = choose(self.zero, self.model, step_of, tokens)
+            config = dataclasses.replace(config, mlp_chunk=self.model.config.mlp_chunk)
+            self.plan = dataclasses.replace(plan, config=config, model=self.model)
         self.tx = self.zero.optimizer(self.plain_tx)
         trained = self.model.trained_loss
         self.step = self.zero.train_step(trained, self.tx, has_aux=self.model.routes)
@@ -250,30 +252,23 @@ class Trainer:
         """Returns the global batch with these rows of this process."""
         return zero_jax.global_batch(self.mesh, shifted(rows) if self._shares_rows else rows)
 
-    def batches(self, place: Any = None) -> Iterator[tuple[PyTree, Any]]:
-        """Yields global batches from a position in the data on, and the position after each."""
+    def batches(self, place: Any = None) -> Iterator[tuple[PyTree, Any, jax.Array | None]]:
+        """Yields global batches from a position in the data on, and the position after each.
+
+        The third value is the imbalance of a batch's attention work, None if all rows are alike.
+        """
         index, count = zero_jax.batch_share(self.mesh)
-        devices = mesh.batch_shards(self.mesh) // count
-        for rows, after in self.plan.corpus.batches(place, index, count):
-            if self.plan.corpus.packed:
-                work = balance.work_of(rows[-1], self.model.config)
-                order = balance.order_of(work, devices, self.zero.grad_accum_steps)
-                rows = tuple(x[order] for x in rows)
-            yield self._global(rows), after
-
-    def imbalance(self, batch: PyTree) -> jax.Array | None:
-        """Returns `balance.imbalance` of a global batch; None if all rows are alike."""
-        devices = mesh.batch_shards(self.mesh)
-        if not self.plan.corpus.packed or devices == 1:
-            return None
-        positions = batch["positions"] if self._shares_rows else batch[-1]
-        return self._imbalance(positions)
-
-    @functools.cached_property
-    def _imbalance(self) -> Callable[[jax.Array], jax.Array]:
         devices, parts = mesh.batch_shards(self.mesh), self.zero.grad_accum_steps
-        config = self.model.config
-        return jax.jit(lambda x: balance.imbalance(balance.work_of(x, config), devices, parts))
+        measured = functools.partial(balance.imbalance, devices=devices, micro_batches=parts)
+        imbalance, left = jax.jit(measured), None
+        for rows, after in self.plan.corpus.batches(place, index, count):
+            if self.plan.corpus.packed and devices > 1:
+                _, _, segments, _ = rows
+                work = balance.work_of(segments, self.model.config)
+                order = balance.order_of(work, devices // count, parts)
+                rows = tuple(x[order] for x in rows)
+                left = imbalance(zero_jax.global_batch(self.mesh, np.float32(work[order])))
+            yield self._global(rows), after, left
 
     def gather_place(self, place: Any) -> Any:
         """Returns the position in the data of all processes; each knows only its own lanes."""

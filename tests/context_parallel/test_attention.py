@@ -157,8 +157,13 @@ def over_model(parts, key_heads):
         return results(functools.partial(attention, segment_ids=segments), q, k, v, dout)
 
     rows = jax.shard_map(ours, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"})
-    heads = NamedSharding(mesh, P(None, None, "model" if key_heads % parts == 0 else None))
-    run = jax.jit(rows, in_shardings=(*[heads] * 4, None), out_shardings=heads)
+    heads = NamedSharding(mesh, P(None, None, "model"))
+    keys = heads if key_heads % parts == 0 else NamedSharding(mesh, P())
+    run = jax.jit(
+        rows,
+        in_shardings=(heads, keys, keys, heads, None),
+        out_shardings=[heads, heads, keys, keys],
+    )
     return run, (*arrays, segments)
 
 
@@ -168,7 +173,15 @@ def test_a_device_of_the_model_axis_computes_its_part_of_the_heads(parts, key_he
     exact = jax.jit(lambda *x: results(lambda q, k, v: formula(q, k, v, segments), *x))
     assert_near(run(*arrays, segments), exact(*arrays), 1e-5)
     text = run.lower(*arrays, segments).compile().as_text()
-    assert key_heads % parts or not re.search("all-gather|all-reduce|all-to-all", text)
+    sent = re.search("all-gather|all-reduce|all-to-all|collective-permute", text)
+    assert bool(sent) == (key_heads % parts > 0)
+
+
+def test_arrays_on_a_mesh_with_a_model_axis_have_ordinary_attention_without_jit():
+    *arrays, _ = inputs(8, 4)
+    with jax.set_mesh(make_mesh(data=2, model=4)):
+        found = attention(*arrays[:3])
+    assert_near([found], [formula(*arrays[:3])], 1e-5)
 
 
 @pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16))

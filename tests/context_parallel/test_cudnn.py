@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from problems import equations_of
 
 import zero_jax
 from zero_jax import releases
@@ -272,6 +273,35 @@ def test_rows_of_one_document_take_the_public_function(window):
         text = str(jax.make_jaxpr(functools.partial(cudnn.attention, window=window))(q, k, v))
     assert f"sliding_window_length={None if window == T else window}" in text
     assert "mask_type=MaskType.CAUSAL" in text and "while" not in text
+
+
+def kernels_of(mesh, queries, keys, spec, axes, **options):
+    """The shapes of the queries of each cuDNN kernel in a step, and if its heads are grouped."""
+    shapes = [jax.ShapeDtypeStruct((8, 64, n, 64), BF16) for n in (queries, keys, keys)]
+    attention = functools.partial(zero_jax.attention, **options)
+    step = jax.shard_map(attention, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=axes)
+    with cudnn.compiling_for("cuda", (9, 0)), jax.sharding.use_abstract_mesh(mesh):
+        trace = jax.make_jaxpr(jax.jit(step))(*shapes)
+    calls = [e for e in equations_of(trace.jaxpr) if "fwd_wrapper" in e.primitive.name]
+    return [e.invars[0].aval.shape for e in calls]
+
+
+def test_each_device_of_the_model_axis_has_a_kernel_for_its_heads():
+    mesh = zero_jax.abstract_mesh(2, model=4)
+    found = functools.partial(kernels_of, mesh, spec=PartitionSpec("data"), axes={"data"})
+    assert found(16, 8) == [(4, 64, 4, 64)]
+    assert found(16, 2) == [], "in blocks: a head of keys would be on two devices"
+
+
+def test_devices_that_do_not_divide_the_heads_have_a_kernel_too():
+    spec = PartitionSpec(None, "context")
+    mesh = zero_jax.abstract_mesh(1, context=8)
+    found = functools.partial(kernels_of, mesh, spec=spec, axes={"data", "context"})
+    # 28 heads of queries become 32, four on each device with its full rows.
+    assert found(28, 4) == [(8, 64, 4, 64)]
+    # More zeros than heads only if it is asked for.
+    assert found(3, 1) == []
+    assert found(3, 1, implementation="cudnn") == [(8, 64, 1, 64)]
 
 
 # Programs for absent GPUs.

@@ -33,8 +33,8 @@ def test_batches_are_the_inputs_and_labels_of_the_same_samples(folder, context):
     one, own = trainer(1), trainer(context)
     assert dict(own.mesh.shape) == {"data": 8 // context, "context": context}
     pairs = zip(one.batches(), own.batches(), strict=True)
-    for ((tokens,), place), (batch, other) in itertools.islice(pairs, 3):
-        assert place == other and sorted(batch) == ["inputs", "labels"]
+    for ((tokens,), place, left), (batch, other, _) in itertools.islice(pairs, 3):
+        assert left is None and place == other and sorted(batch) == ["inputs", "labels"]
         assert np.array_equal(batch["inputs"], tokens[:, :-1])
         assert np.array_equal(batch["labels"], tokens[:, 1:])
         assert batch["labels"].sharding.spec == PartitionSpec(("data",))

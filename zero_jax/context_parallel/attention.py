@@ -10,7 +10,7 @@ of the row in one of two ways:
 - `all_to_all`: heads are exchanged for tokens, so that a device has full rows of N / C heads
   (Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509, section 3.2). The three passes send
   3 · (2·N + 2·M)·H·T / C elements: queries, keys, values and the output, or their gradients. Heads
-  are repeated or added until C divides their number (`_sent_heads`).
+  are repeated or added until C divides their number (`sent_heads`).
 
 With a `model` axis (tensor parallelism) each of its devices computes its part of the heads.
 
@@ -21,6 +21,7 @@ values, H head dim. Outside `shard_map`, and without a `context` axis, C = 1 and
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -107,9 +108,10 @@ def attention(
         exchange=exchange or _EXCHANGE.value,
     )
     arrays = query, key, value, segment_ids
-    parts = jax.sharding.get_abstract_mesh().shape.get(MODEL, 1)
-    if parts == 1 or key.shape[2] % parts:  # XLA partitions it over `model`
-        return run(*arrays)
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = mesh.shape.get(MODEL, 1)
+    if parts == 1 or not mesh.manual_axes or key.shape[2] % parts:
+        return run(*arrays)  # XLA partitions it, if there is a `model` axis
     heads = PartitionSpec(None, None, MODEL)
     return over_model(run, arrays, [heads, heads, heads, PartitionSpec()], heads)
 
@@ -128,7 +130,7 @@ def _of_heads(
     N, M = q.shape[2], k.shape[2]
     exchange, implementation = _chosen(q, k, segments is not None, exchange, implementation)
     if exchange == "all_to_all":
-        queries, keys = _sent_heads(N, M)
+        queries, keys = sent_heads(N, M, chunks.size())
         q = _with_heads(q, 1, queries)
         k, v = (_with_heads(x, min(N, keys) // M, keys) for x in (k, v))
     how = _Options(implementation=implementation, exchange=exchange, **options)
@@ -193,22 +195,24 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"`{name}`={value!r}: use {' or '.join(map(repr, choices))}, or None")
 
 
-def _sent_heads(N: int, M: int) -> tuple[int, int]:
+def sent_heads(N: int, M: int, C: int) -> tuple[int, int]:
     """Returns the heads of queries and of keys that `all_to_all` sends: C divides both.
 
-    Each device gets the heads of keys that its heads of queries attend to: with C devices for M < C
-    heads of keys, these are repeated. If C does not divide N, there is a head of keys for each head
-    of queries, and heads of zeros are added.
+    Heads of keys are repeated, so that each device has those that its heads of queries attend to.
+    If C does not divide N, each head of queries has its own head of keys, and heads of zeros are
+    added to both.
+
+    >>> sent_heads(32, 8, 4), sent_heads(32, 8, 16), sent_heads(28, 4, 8)
+    ((32, 8), (32, 16), (32, 32))
     """
-    C = chunks.size()
-    if N % C == 0 and (M % C == 0 or C % M == 0):
-        return N, max(M, C)
+    if N % C == 0:
+        return N, math.lcm(M, C)
     added = -(-N // C) * C
     return added, added
 
 
 def _with_heads(x: jax.Array, repeats: int, heads: int) -> jax.Array:
-    """Returns each head so many times in a row, and heads of zeros after them."""
+    """Repeats each head of (B, T, heads, H), and adds heads of zeros."""
     x = x if repeats == 1 else jnp.repeat(x, repeats, axis=2)
     added = heads - x.shape[2]
     return jnp.pad(x, ((0, 0), (0, 0), (0, added), (0, 0))) if added else x
@@ -223,9 +227,11 @@ def _chosen(
 ) -> tuple[Exchange, Implementation]:
     """Returns the exchange and the kernel: the given ones, else the best possible."""
     C, (B, T, N, H), M = chunks.size(), q.shape, k.shape[2]
-    queries, keys = _sent_heads(N, M)
-    # With all-to-all, and where nothing is sent, a device has full rows of some heads.
-    is_full = exchange == "all_to_all" or C == 1 or (exchange is None and queries < 2 * N)
+    queries, keys = sent_heads(N, M, C)
+    # With all-to-all, and where nothing is sent, a device has full rows of some heads. Many heads
+    # of zeros are no choice of this function.
+    wanted = implementation == "cudnn" or queries < 2 * N
+    is_full = exchange == "all_to_all" or C == 1 or (exchange is None and wanted)
     against = "it needs full rows, which `exchange`='all_gather' does not give"
     if is_full:
         against = cudnn.reason_against(

@@ -29,9 +29,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Most queries or keys of a block; shorter rows have `BLOCKS` blocks, but no shorter ones than
-# `SMALLEST`. The fp32 scores of the largest take 4 MB per row and head. With larger blocks more
-# computed scores are masked, with smaller ones results are read and written more often.
+# Most queries or keys of a block. Its fp32 scores take 4 MB per row and head. Shorter rows have
+# `BLOCKS` blocks of at least `SMALLEST`. With larger blocks more computed scores are masked, with
+# smaller ones results are read and written more often: on a CPU a row of 1,024 tokens takes 35 ms
+# with blocks of 256, 99 ms with one block; modelled for an H100, one of 8,192 takes a Gemma 0.217 s
+# a step with blocks of 1,024, 0.325 s with 256.
 BLOCK, BLOCKS, SMALLEST = 1024, 8, 256
 
 _dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)

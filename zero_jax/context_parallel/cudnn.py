@@ -143,9 +143,11 @@ def reason_against(
     largest = LARGEST_ON_HOPPER if hopper else LARGEST_HEAD
     if head_dim % 8 or head_dim > largest:
         return f"head dim {head_dim} is not a multiple of 8 up to {largest}"
-    if not target.present and _partitioned_axes():
-        axes = " and ".join(_partitioned_axes())
-        return f"a compile check cannot partition cuDNN's kernel over {axes}"
+    mesh = jax.sharding.get_abstract_mesh()
+    automatic = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
+    if automatic and (mesh.manual_axes or not target.present):
+        where = "a step" if mesh.manual_axes else "a compile check"
+        return f"{where} cannot partition cuDNN's kernel over {' and '.join(automatic)}"
     if packed and grouped and not releases.GROUPED_OFFSETS:
         return f"jax {jax.__version__} has wrong offsets for keys with fewer heads than queries"
     if packed and elements >= 2**31:
@@ -156,12 +158,6 @@ def reason_against(
         what = "packed documents require" if packed else f"head dim {head_dim} requires"
         return f"{what} cuDNN 9.6, and {version} is installed"
     return "" if _passes_check(-(-head_dim // 64) * 64) else "cuDNN failed its check on this GPU"
-
-
-def _partitioned_axes() -> list[str]:
-    """Returns the axes over which XLA partitions this trace."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
 
 
 def attention(
@@ -360,25 +356,25 @@ def _of_head(arrays: _Arrays, head: jax.Array, key_heads: int) -> _Arrays:
 
 @functools.cache
 def _passes_check(head_dim: int) -> bool:
-    """Returns whether packed attention equals attention in fp32 on this GPU; else warns."""
+    """Returns whether attention equals that in fp32 on this GPU; else warns."""
     # A thread of its own: this one may be tracing a program.
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         error = pool.submit(_check_error, head_dim).result()
     if error <= TOLERANCE:
         return True
     warnings.warn(
-        f"cuDNN's attention over packed documents, head dim {head_dim}, differs from fp32 by "
-        f"{error:.2g} on this GPU (at most {TOLERANCE} is expected): attention in blocks of "
-        "queries is used instead",
+        f"cuDNN's attention with heads of {head_dim} differs from fp32 by {error:.2g} on this GPU "
+        f"(at most {TOLERANCE} is expected): attention in blocks of queries is used instead",
         stacklevel=2,
     )
     return False
 
 
 def _check_error(head_dim: int) -> float:
-    """Returns the largest relative error of packed attention and its gradients, with windows too.
+    """Returns the largest relative error of packed attention and its gradients.
 
-    Row 0 has more than D documents, row 1 has three. It is infinite if the kernel does not run.
+    Windows are checked too. Row 0 has more than D documents, row 1 has three. The error is infinite
+    if the kernel does not run.
     """
     tokens, heads = 6 * DOCUMENTS, 4
     key_heads = 2 if releases.GROUPED_OFFSETS else heads

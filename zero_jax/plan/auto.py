@@ -42,7 +42,7 @@ from zero_jax.sharding.paths import PyTree, trained_part
 
 # Steps this near to each other count as equal, modelled and estimated: kernels differ more.
 TIE = 0.01
-# A prediction this far above the limit is believed without compiling. The largest seen was 37 %,
+# A prediction this far above the limit is believed without compiling. The largest seen was 36 %,
 # for 4 layers of width 4096 with activations and all state in host memory (docs/plan-accuracy.md).
 MARGIN = 0.4
 RESOURCE_EXHAUSTED = 8  # absl::StatusCode, in `JaxRuntimeError.error_code`

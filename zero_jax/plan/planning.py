@@ -156,9 +156,11 @@ def _predict(step: TrainStep, args: tuple[PyTree, ...], of_gpus: bool) -> Plan:
     if host:
         # Stages 1 and 2 are done with the masters once they have gathered them.
         fetched = bytes_on(params, HOST) if settings.stage in (0, 3) else 0
-        # The update follows the backward pass: its pieces take the place of activations.
-        freed = sum(size for term, size in terms.items() if term != "gradients")
-        pieces = max(0, min(2 * settings.offload.piece_bytes, host) - freed)
+        # The update follows the backward pass: beside its pieces there are fp32 gradients alone.
+        shards = sum(math.prod(leaf.cut.device_shape) for leaf in traced.leaves)
+        gradients = int(4 * shards * trained_part(full, settings.frozen))
+        pieces = min(2 * settings.offload.piece_bytes, host)
+        pieces = max(0, gradients + pieces - sum(terms.values()))
         streams = {"fetched": fetched, "pieces": pieces}
     sent = _sent(device_part(jaxpr), settings.mesh.shape)
     sent["update"] = Sent(update.elements, 4 * update.elements)  # fp32 momentum and what it becomes
