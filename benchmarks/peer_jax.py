@@ -22,14 +22,16 @@ def main() -> None:
     zero_jax.initialize(parsed.address, parsed.world, parsed.rank)
     names = ("layers", "width", "heads", "vocab", "seq")
     config = gpt.GPTConfig(**{name: getattr(parsed, name) for name in names})
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))))
+    graphdef = nnx.graphdef(
+        nnx.eval_shape(lambda: gpt.GPT(config, nnx.Rngs(0), zero_jax.attention))
+    )
 
     def loss(params, rows):
         return zero_jax.Weighted(*gpt.loss(nnx.merge(graphdef, params), rows))
 
     zero = zero_jax.Zero(zero_jax.make_mesh(), int(parsed.name.rpartition("-")[2]))
     tx = zero.optimizer(optax.adamw(peer.LEARNING_RATE, weight_decay=peer.WEIGHT_DECAY))
-    params = zero.init(lambda: nnx.state(gpt.GPT(config, rngs=nnx.Rngs(0)), nnx.Param))
+    params = zero.init(lambda: nnx.state(gpt.GPT(config, nnx.Rngs(0)), nnx.Param))
     states, step = (params, tx.init(params)), zero.train_step(loss, tx)
     del params
 

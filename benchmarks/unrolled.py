@@ -32,7 +32,9 @@ class ListGPT(nnx.Module):
         self.config = config
         self.wte = nnx.Embed(config.vocab, config.width, rngs=rngs)
         self.wpe = nnx.Embed(config.seq, config.width, rngs=rngs)
-        self.blocks = nnx.List([gpt.Block(config, rngs, zero_jax.attention) for _ in range(config.layers)])
+        self.blocks = nnx.List(
+            [gpt.Block(config, rngs, zero_jax.attention) for _ in range(config.layers)]
+        )
         self.ln_f = nnx.LayerNorm(config.width, rngs=rngs)
 
     def hidden(self, tokens: jax.Array) -> jax.Array:
