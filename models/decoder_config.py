@@ -252,13 +252,14 @@ def num_params(config: DecoderConfig) -> int:
     return total
 
 
-def flops_per_token(config: DecoderConfig, tokens: int) -> int:
+def flops_per_token(config: DecoderConfig, tokens: int, *, masked: bool = False) -> float:
     """Counts the model FLOPs of one token of a row of `tokens`, forward and backward.
 
     Six for each element of a matrix that multiplies, and 12·N·H for each position a layer attends
     to. The head is included, the embedding lookup is not. For experts, the K that a token is routed
     to are counted. Attention is counted in full although the causal mask wastes half; a sliding
-    layer attends to its window at most. Recomputation is not counted.
+    layer attends to its window at most. `masked` counts what the mask leaves, the mean over the
+    row. Recomputation is not counted.
 
     Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
     """
@@ -270,5 +271,8 @@ def flops_per_token(config: DecoderConfig, tokens: int) -> int:
     )
     matrices = config.layers * layer + config.vocab * config.width
     local = tokens if config.window is None else min(tokens, config.window)
-    seen = sum(local if slides else tokens for slides in config.slides)
+    each = [local if slides else tokens for slides in config.slides]
+    seen: float = sum(each)
+    if masked:  # the first tokens of a row see fewer
+        seen = sum(size - size * (size - 1) / (2 * tokens) for size in each)
     return 6 * matrices + 12 * config.heads * config.head_dim * seen

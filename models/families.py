@@ -86,8 +86,14 @@ def num_params(config: Config) -> int:
     return params_of_gpt(config) if isinstance(config, GPTConfig) else params_of_decoder(config)
 
 
-def flops_per_token(config: Config, tokens: int) -> int:
-    """Counts the model FLOPs of one token of a row of `tokens`, forward and backward."""
+def flops_per_token(config: Config, tokens: int, *, masked: bool = False) -> float:
+    """Counts the model FLOPs of one token of a row of `tokens`, forward and backward.
+
+    Args:
+      config: Config of the model.
+      tokens: Tokens of a row.
+      masked: If True, counts only the pairs of tokens that the causal mask leaves.
+    """
     if isinstance(config, GPTConfig):
-        return flops_of_gpt(config, tokens)
-    return flops_of_decoder(config, tokens)
+        return flops_of_gpt(config, tokens, masked=masked)
+    return flops_of_decoder(config, tokens, masked=masked)

@@ -112,15 +112,17 @@ def num_params(config: GPTConfig) -> int:
     return (config.vocab + config.seq) * d + config.layers * (12 * d * d + 13 * d) + 2 * d
 
 
-def flops_per_token(config: GPTConfig, tokens: int) -> int:
+def flops_per_token(config: GPTConfig, tokens: int, *, masked: bool = False) -> float:
     """Counts the model FLOPs of one token of a row of T tokens: 6·(12·L·D² + V·D) + 12·L·D·T.
 
     Forward and backward: two per multiply-add and three passes (forward, and two products
     backward) make 6 for each parameter that multiplies: 12·D² in a block, V·D in the tied head;
     the lookup of an embedding is none. Scores and mixing add 2 · 2·D·T a layer and pass, counted
-    in full although the causal mask wastes half. Recomputation is not counted.
+    in full although the causal mask wastes half; `masked` counts what it leaves, (T + 1) / 2 for T.
+    Recomputation is not counted.
 
     Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
     """
     d, layers = config.width, config.layers
-    return 6 * (12 * layers * d * d + config.vocab * d) + 12 * layers * d * tokens
+    seen = (tokens + 1) / 2 if masked else tokens
+    return 6 * (12 * layers * d * d + config.vocab * d) + 12 * layers * d * seen

@@ -60,6 +60,9 @@ def test_shapes_in_closed_form_are_those_of_the_model_and_of_published_ones():
     matrices = decoder.num_params(config) - config.layers * (4 * 1152 + 2 * 256) - 1152
     seen = 22 * 512 + 4 * 4096
     assert decoder.flops_per_token(config, 4096) == 6 * matrices + 12 * 4 * 256 * seen
+    sizes = [sum(min(t, size) for t in range(1, 4097)) / 4096 for size in (512, 4096)]
+    masked = 6 * matrices + 12 * 4 * 256 * (22 * sizes[0] + 4 * sizes[1])
+    assert families.flops_per_token(config, 4096, masked=True) == pytest.approx(masked, rel=1e-12)
 
 
 ROPES = {

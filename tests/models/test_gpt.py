@@ -38,6 +38,9 @@ def test_sizes_are_those_of_the_tree_and_of_the_names_and_matmuls_count_six_time
     idle = t * d + layers * 13 * d + 2 * d
     expected = 6 * (gpt.num_params(config) - idle) + 3 * layers * 2 * 2 * d * t
     assert gpt.flops_per_token(config, t) == expected
+    # Of T² pairs of tokens the causal mask leaves T (T + 1) / 2.
+    expected -= 3 * layers * 2 * 2 * d * (t - 1) / 2
+    assert gpt.flops_per_token(config, t, masked=True) == expected
 
 
 def test_a_new_model_is_parameters_alone_with_the_deviations_of_gpt2(tiny):

@@ -175,7 +175,7 @@ def test_the_compiled_step_has_names_and_the_audited_bytes(folder):
     compiled = trainer.step.lower(*trainer.like({}), next(trainer.batches())[0]).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     parts = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    plan = trainer.zero.plan(*trainer._step_of(trainer.zero), compile=True)
+    plan = trainer.zero.plan(*trainer._step_of(trainer.zero, trainer.model), compile=True)
     assert plan.total_bytes == pytest.approx(parts, rel=0.3)
     for name in ("embed", "attention", "mlp", "loss", "zero_update"):
         assert f"/{name}" in text or f"({name})" in text, name

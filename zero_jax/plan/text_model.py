@@ -120,11 +120,11 @@ class TextModel:
         return Weighted(*families.loss(self.model(params), *rows, **more))
 
     def flops_per_token(self, tokens: int) -> float:
-        """Returns the model FLOPs of one token of a row.
+        """Returns the model FLOPs of one token of a row, without pairs of tokens that are masked.
 
         Frozen matrices, the head included, have no gradient; adapters multiply like matrices.
         """
-        flops = families.flops_per_token(self.config, tokens)
+        flops = families.flops_per_token(self.config, tokens, masked=True)
         if self.adapted is None:
             return flops
         known = dict(paths.named_leaves(jax.eval_shape(self.own)))
