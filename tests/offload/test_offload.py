@@ -254,11 +254,11 @@ def test_8_or_12_bytes_a_parameter_move_from_the_device_to_the_host(layers, word
     # Masters come to the device while the model uses them, which at stage 3 is the whole step.
     masters = stored if words == 3 else 0
     assert found.temp_bytes <= without.temp_bytes + masters + 2 * PIECE + SLACK
-    # What the tier saves is predicted to 3 % of the step. The step itself is small: copies of one
-    # layer's fp32 gradients, 11 MB, are not predicted.
+    # What the tier saves is predicted to less than a piece. Of the step itself, which is small,
+    # copies of one layer's fp32 gradients are not predicted, 11 MB.
     saved = without.total_bytes - found.total_bytes
     foreseen = plain.predicted.total_bytes - plan.predicted.total_bytes
-    assert abs(saved - foreseen) < 0.03 * without.total_bytes and abs(plain.error) < 0.13
+    assert abs(saved - foreseen) < PIECE and abs(plain.error) < 0.13
 
 
 # The check that offload changes no value on this machine.
