@@ -12,13 +12,15 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "zero_jax"
 BELOW = {name: set() for name in ("tracing", "distributed", "sharding", "models", "translate")}
 BELOW |= {"collectives": {"sharding"}, "hlo": {"sharding"}}
-BELOW |= {name: {"tracing", "sharding"} for name in ("matrix_updates", "adapters", "low_bit")}
+BELOW |= {
+    name: {"tracing", "sharding"} for name in ("matrix_updates", "adapters", "low_bit", "fp8")
+}
 BELOW["remat"] = BELOW["context_parallel"] = {"tracing", "sharding", "collectives"}
 BELOW["offload"] = {"tracing", "sharding", "collectives", "low_bit"}
 BELOW["checkpoint"] = {"distributed", "sharding", "offload"}
 BELOW["interchange"] = BELOW["checkpoint"] | {"checkpoint", "models", "adapters"}
 BELOW["engine"] = BELOW["offload"] | {"distributed", "remat", "offload", "matrix_updates"}
-BELOW["engine"] |= {"context_parallel"}
+BELOW["engine"] |= {"context_parallel", "fp8"}
 BELOW["plan"] = BELOW["engine"] | {"engine", "hlo", "models", "adapters"}
 PACKAGES = {*BELOW, "commands"}
 FACTS = {"_version", "names", "releases", "streams"}

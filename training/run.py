@@ -274,6 +274,8 @@ def run(config: Config) -> None:
     checksums = {f"checksum of the {name}": value for name, value in contents.items()}
     zero_jax.check_agreement({**corpus.order, **checksums})
     trainer = Trainer(plan)
+    with together("matmul_dtype"):
+        trainer.check_products()
     known = facts(trainer, contents)
     levels: dict[str, float] = {}
     costs: dict[str, Any] = {}

@@ -46,6 +46,8 @@ WARN = {
     "lora_base_dtype": "the frozen model is rounded differently",
     "compute_dtype": "the dtype of the computation changes",
     "reduce_dtype": "gradients are summed in another dtype",
+    "matmul_dtype": "operands of matrix products are rounded differently",
+    "fp8_params": "operands of matrix products are rounded differently",
     "param_comm_dtype": "parameters are rounded differently when they are gathered",
     "grad_comm_dtype": "gradients are rounded differently when they are reduced",
 }

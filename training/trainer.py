@@ -161,6 +161,21 @@ class Trainer:
             zero = zero.replace(mesh=mesh.abstract_of(self.mesh), offload="optimizer")
         return zero.plan(*self._step_of(zero, self.model), has_aux=self.model.routes)
 
+    def check_products(self) -> None:
+        """Compiles a step in fp8; raises ValueError if GPUs run its products in another dtype.
+
+        Every process calls it: XLA for GPUs chooses kernels together.
+        """
+        if not self.zero.config.precision.matmul_dtype:
+            return
+        if not mesh.on_gpu(self.mesh):
+            say("matmul_dtype: CPU devices emulate fp8, they multiply rounded numbers in fp32")
+        elif not self.zero.config.offload.in_files:
+            of_step = self._step_of(self.zero, self.model)
+            plan = self.zero.plan(*of_step, has_aux=self.model.routes, compile=True)
+            assert plan.fp8 is not None
+            say(f"{plan.fp8.count:,} matrix products of a step run in fp8")
+
     def shapes(self) -> PyTree:
         """Returns the full parameters as `ShapeDtypeStruct`."""
         return jax.eval_shape(self.model.make, self._key)

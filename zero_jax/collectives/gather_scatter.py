@@ -173,7 +173,14 @@ def local_shard(full: jax.Array, cut: Partition, axis: Axis) -> jax.Array:
 
 
 def touch(
-    shard: jax.Array, copy: Optional, slot: Optional, cut: Partition, wire: Wire, sums: bool
+    shard: jax.Array,
+    copy: Optional,
+    slot: Optional,
+    cut: Partition,
+    wire: Wire,
+    sums: bool,
+    *,
+    is_read: bool = True,
 ) -> jax.Array:
     """Returns the full leaf in the compute dtype, differentiable with respect to the shard.
 
@@ -187,10 +194,13 @@ def touch(
       cut: Partition of the leaf.
       wire: Dtypes and bucket of the communication.
       sums: True to reduce its cotangent over devices at once, False to leave it local.
+      is_read: False to return zeros, which have the derivative of the full leaf. Nothing is sent.
     """
 
     @jax.custom_vjp
     def opened(shard: jax.Array, copy: Optional, slot: Optional) -> jax.Array:
+        if not is_read:
+            return stand_in(shard, cut, wire)
         return gather(shard, cut, wire) if copy is None else copy
 
     def forward(shard: jax.Array, copy: Optional, slot: Optional) -> tuple[jax.Array, None]:
@@ -202,6 +212,14 @@ def touch(
 
     opened.defvjp(forward, backward)
     return opened(shard, copy, slot)
+
+
+def stand_in(shard: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
+    """Returns zeros with the shape and dtype of the full leaf."""
+    shape = list(shard.shape)
+    if cut.dim is not None:
+        shape[cut.dim] = cut.size
+    return jnp.zeros(shape, wire.compute or shard.dtype)
 
 
 def touch_gradients(

@@ -48,8 +48,14 @@ class Precision:
     Attributes:
       compute_dtype: Dtype of gathered parameters and of the model.
       reduce_dtype: Dtype of gradient sums over devices.
+      matmul_dtype: Dtype of the operands of matrix products with the layers' parameters (default:
+        `compute_dtype`). "fp8" multiplies them in 8-bit floats, forward and backward, with one
+        scale per tensor, "fp8_rowwise" with one per row; see `zero_jax.fp8`.
+      fp8_params: Pattern searched in the paths of parameters, for those that are multiplied in fp8
+        (default: matrices of layers with at least 128 inputs and outputs).
       param_comm_dtype: Dtype of sent parameters (default: `compute_dtype`). "int8" sends matrices
-        as int8 with one scale per block, see `quantised`.
+        as int8 with one scale per block, see `quantised`. Matrices that are multiplied in fp8 are
+        always sent in fp8, and only they are with "fp8".
       grad_comm_dtype: Dtype of sent gradients (default: `reduce_dtype`). "int8" or "int4" sends
         gradients of matrices in that dtype and sums them in fp32; sums of scanned layers are stored
         in `reduce_dtype` until the update.
@@ -65,7 +71,9 @@ class Precision:
 
     compute_dtype: str = "fp32"
     reduce_dtype: str = "fp32"
-    param_comm_dtype: Literal["int8"] | None = None
+    matmul_dtype: Literal["fp8", "fp8_rowwise"] | None = None
+    fp8_params: str | None = None
+    param_comm_dtype: Literal["int8", "fp8"] | None = None
     grad_comm_dtype: Literal["int8", "int4"] | None = None
     initial_scale: float = dataclasses.field(default=2.0**16, metadata={"unit": "none"})
     growth_interval: int = dataclasses.field(default=2000, metadata={"unit": "steps"})
@@ -74,11 +82,21 @@ class Precision:
         for name, allowed in (("compute_dtype", DTYPES), ("reduce_dtype", ("fp32", "bf16"))):
             dtype = parse_dtype(getattr(self, name), name, allowed)
             object.__setattr__(self, name, dtype)
-        for name, bits in (("param_comm_dtype", ("int8",)), ("grad_comm_dtype", ("int8", "int4"))):
-            if getattr(self, name) not in (None, *bits):
+        for name, allowed in (
+            ("matmul_dtype", ("fp8", "fp8_rowwise")),
+            ("param_comm_dtype", ("int8", "fp8")),
+            ("grad_comm_dtype", ("int8", "int4")),
+        ):
+            if getattr(self, name) not in (None, *allowed):
                 raise ValueError(
-                    f"`{name}`={getattr(self, name)!r}: use one of {', '.join(bits)}, or None"
+                    f"`{name}`={getattr(self, name)!r}: use one of {', '.join(allowed)}, or None"
                 )
+        if self.matmul_dtype is None and (self.param_comm_dtype == "fp8" or self.fp8_params):
+            raise ValueError(
+                f"`param_comm_dtype`={self.param_comm_dtype!r} and `fp8_params`="
+                f"{self.fp8_params!r}: only matrix products in fp8 read parameters in fp8. Set "
+                'matmul_dtype="fp8", or leave these out'
+            )
         if self.initial_scale < 1 or self.growth_interval < 1:
             raise ValueError(
                 f"`initial_scale`={self.initial_scale} and "

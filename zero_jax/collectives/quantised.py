@@ -31,8 +31,8 @@ from zero_jax.sharding.mesh import Axis
 Collective = Callable[[jax.Array, Axis, int, int | None], jax.Array]  # of an axis, dim and bucket
 _One = tuple[jax.Array]
 
-# Bits by the name of the setting.
-BITS = {None: None, "int8": 8, "int4": 4}
+# Bits of integers by the name of the setting.
+BITS = {None: None, "fp8": None, "int8": 8, "int4": 4}
 # Elements per scale: the largest divisor of the last dim between these, or all of it.
 LARGEST, SMALLEST = 256, 32
 # Four numbers and their scale are 8 bytes as int8: not fewer than as bf16.

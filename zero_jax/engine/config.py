@@ -189,9 +189,16 @@ class Config:
             raise ValueError(
                 "`skip_nonfinite`=False: fp16 skips steps to lower its loss scale. Use bf16"
             )
+        if self.precision.matmul_dtype and meshes.on_gpu(self.mesh):
+            version = getattr(self.mesh.local_devices[0], "compute_capability", "9.0")
+            if tuple(map(int, str(version).split("."))) < (8, 9):
+                raise ValueError(
+                    f"`matmul_dtype`={self.precision.matmul_dtype!r} on GPUs of compute capability "
+                    f"{version}: 8.9 or later is required. Leave `matmul_dtype` out"
+                )
         for name in ("param_comm_dtype", "grad_comm_dtype"):
             bits = getattr(self.precision, name)
-            if bits is not None and (self.stage == 0 or self._devices == 1):
+            if bits not in (None, "fp8") and (self.stage == 0 or self._devices == 1):
                 raise ValueError(
                     f"`{name}`={bits!r} with `stage`={self.stage!r} on "
                     f"{meshes.data_axis(self.mesh)}={self._devices}: nothing is communicated. Use "
@@ -267,9 +274,10 @@ class Config:
         # Sequence parallelism gathers activations too, for which the limits would also hold.
         if LIFETIMES[self.stage].copy != TOUCH or self._by_sequence:
             return None
-        words = max((layer.elements for layer in layers), default=0)
-        gathered = self.precision.compute.itemsize if self.wire.gather_bits is None else 1
-        return words * gathered, words * self.wire.reduce.itemsize
+        size = self.precision.compute.itemsize if self.wire.gather_bits is None else 1
+        largest = max(layers, key=lambda layer: layer.elements, default=Layers(0, 0, False, ""))
+        gathered = size * (largest.elements - largest.fp8_elements) + largest.fp8_elements
+        return gathered, largest.elements * self.wire.reduce.itemsize
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

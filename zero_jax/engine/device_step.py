@@ -6,8 +6,8 @@ any other leaf with respect to its gathered copy.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,23 +15,52 @@ import jax.numpy as jnp
 from zero_jax.collectives import gather_scatter, lookup
 from zero_jax.collectives.precision import norm_of, sum_of_squares, two_sums
 from zero_jax.context_parallel import chunks
-from zero_jax.engine import execute, losses
+from zero_jax.engine import execute, fp8_params, losses
 from zero_jax.engine.config import Config
 from zero_jax.engine.lazy_param import LazyParam, Param, full
-from zero_jax.engine.lifetimes import LIFETIMES, MICRO_BATCH, STEP, TOUCH, Leaf
+from zero_jax.engine.lifetimes import (
+    LIFETIMES,
+    MICRO_BATCH,
+    STEP,
+    TOUCH,
+    Leaf,
+)
 from zero_jax.engine.losses import Micro
 from zero_jax.engine.trace import Traced
 from zero_jax.remat import policies
 from zero_jax.sharding import paths
 from zero_jax.sharding.layout import Partition
-from zero_jax.sharding.mesh import EXPERTS, REPLICA, batch_axes, model_size, names, row_axes
+from zero_jax.sharding.mesh import (
+    EXPERTS,
+    REPLICA,
+    batch_axes,
+    batch_shards,
+    model_size,
+    names,
+    row_axes,
+)
 from zero_jax.sharding.paths import PyTree
 from zero_jax.tracing.forms import Form
 
 Leaves = list[jax.Array]
-Views = tuple[Leaves, list[jax.Array | None]]  # parameters, and copies gathered for the whole step
 # The gradient of a leaf before it is padded, its l2 norm, and whether all of it is finite.
 Gradients = tuple[PyTree, jax.Array, jax.Array]
+
+
+class Views(NamedTuple):
+    """Parameters as a step reads them.
+
+    Attributes:
+      values: Shards, or copies that are differentiated.
+      copies: Copies gathered for the whole step, beside shards.
+      codes: Codes of the parameters that are multiplied in fp8.
+      scales: Their scales.
+    """
+
+    values: Leaves
+    copies: list[jax.Array | None]
+    codes: list[Param]
+    scales: Leaves
 
 
 @jax.tree_util.register_dataclass
@@ -79,7 +108,7 @@ class DeviceStep:
         """Returns the global loss alone."""
         views, batch = self._views(jax.tree.leaves(params)), self._own_tokens(batch)
         extras = losses.fold_keys(extras, self._place)
-        total, weight, aux = self._run(self._weights(*views), batch, extras)
+        total, weight, aux = self._run(self._weights(views), batch, extras)
         return self._result(*self._sums(total, weight), aux, (None, None, None))
 
     def gradients(
@@ -106,7 +135,7 @@ class DeviceStep:
         self, views: Views, micro: PyTree, extras: tuple[PyTree, ...], scale: jax.Array
     ) -> tuple[Micro, Leaves]:
         """Runs a micro-batch; its gradients are summed over devices where they are due."""
-        pairs = zip(views[0], self.traced.leaves, strict=True)
+        pairs = zip(views.values, self.traced.leaves, strict=True)
         trained = [
             x if leaf.waits_in is None else jnp.zeros(x.shape, leaf.waits_in)
             for x, leaf in pairs
@@ -114,7 +143,7 @@ class DeviceStep:
         ]
 
         def objective(trained: Leaves) -> tuple[jax.Array, Micro]:
-            total, weight, aux = self._run(self._weights(*views, trained), micro, extras)
+            total, weight, aux = self._run(self._weights(views, trained), micro, extras)
             down = self._scaled_down(weight)
             return total * (scale * down), Micro(total, weight, 1.0 / down, aux)
 
@@ -122,7 +151,7 @@ class DeviceStep:
         return out, self._reduced(grads, MICRO_BATCH)
 
     def _run(
-        self, weights: list[LazyParam], micro: PyTree, extras: tuple[PyTree, ...]
+        self, weights: list[Any], micro: PyTree, extras: tuple[PyTree, ...]
     ) -> tuple[jax.Array, jax.Array, Leaves]:
         # Sizes of a trace are those of all devices of `model`.
         bucket = self.settings.bucket_bytes * model_size(self.settings.mesh)
@@ -136,60 +165,77 @@ class DeviceStep:
         return total, weight if outside else jax.lax.stop_gradient(weight), aux
 
     def _scaled_down(self, weight: jax.Array) -> jax.Array:
-        """Returns a power of two near 1 / weight, equal on all devices, which add their gradients.
+        """Returns a factor of the loss of a micro-batch, equal on all devices.
 
-        fp16 gradients of a sum over thousands of tokens would overflow.
+        For a mean with products in fp8, 1 / their number: gradients of one row are then rounded
+        alike for every N. For a sum in fp16 a power of two near 1 / weight: its gradients over
+        thousands of tokens would overflow.
         """
+        if self.traced.fp8 and not self.traced.weighted:
+            return jnp.float32(1 / (self.k * batch_shards(self.settings.mesh)))
         if not (self.settings.precision.scaled and self.traced.weighted):
             return jnp.float32(1)
         most = jax.lax.pmax(jnp.abs(jax.lax.stop_gradient(weight)), batch_axes(self.settings.mesh))
         return jnp.exp2(-jnp.floor(jnp.log2(jnp.where(most > 0, most, 1.0))))
 
     def _views(self, shards: Leaves) -> Views:
-        """Returns the differentiable parameters and the copies gathered for the whole step."""
+        """Returns the parameters as the step reads them."""
+        wire, life = self.settings.wire, LIFETIMES[self.settings.stage]
 
         def view(shard: jax.Array, leaf: Leaf) -> tuple[jax.Array, jax.Array | None]:
-            if LIFETIMES[self.settings.stage].copy == TOUCH:
-                return gather_scatter.join(shard, leaf.cut, self.settings.wire, REPLICA), None
-            copy = self._copy(shard, leaf.cut)
+            if life.copy == TOUCH:
+                return gather_scatter.join(shard, leaf.cut, wire, REPLICA), None
+            if leaf.is_stand_in:
+                return shard if leaf.opens else gather_scatter.stand_in(shard, leaf.cut, wire), None
+            copy = _by_layer(lambda x: gather_scatter.gather(x, leaf.cut, wire), leaf.cut, shard)
             return (shard, copy) if leaf.opens else (copy, None)
 
         pairs = list(map(view, shards, self.traced.leaves))
-        return [value for value, _ in pairs], [copy for _, copy in pairs]
+        scales, own = fp8_params.scales_of(shards, self.traced.fp8, wire)
+        codes = [
+            self._codes(shards[param.at], scale, param.codes.cut)
+            for param, scale in zip(self.traced.fp8, own, strict=True)
+        ]
+        return Views([value for value, _ in pairs], [copy for _, copy in pairs], codes, scales)
 
-    def _copy(self, shard: jax.Array, cut: Partition) -> jax.Array:
-        """Gathers a leaf. Stacked matrices are gathered layer by layer."""
+    def _codes(self, shard: jax.Array, scale: jax.Array, cut: Partition) -> Param:
+        """Returns the codes of a parameter in fp8, given its shard and the shard's scales."""
+        wire = self.settings.wire
 
-        def gather(x: jax.Array) -> jax.Array:
-            return gather_scatter.gather(x, cut, self.settings.wire)
+        def gather(shard: jax.Array, scale: jax.Array) -> jax.Array:
+            return fp8_params.gather(shard, scale, cut, wire)
 
-        # If all layers are gathered at once, XLA stores them with the sharded dim outermost, and
-        # the compiler of jax 0.10 keeps a transposed copy of all for one of the loops over them.
-        matrices = cut.by_layer and cut.layer_rank > 1
-        return jax.lax.map(gather, shard) if matrices else gather(shard)
+        if LIFETIMES[self.settings.stage].copy != TOUCH:
+            return full(_by_layer(gather, cut, shard, scale))
+        shard = gather_scatter.join(jax.lax.stop_gradient(shard), cut, wire, REPLICA)
+        return Param((shard, scale), gather, free=False, local=cut.dim is None)
 
-    def _weights(
-        self, values: Leaves, copies: list[jax.Array | None], trained: Leaves | None = None
-    ) -> list[LazyParam]:
-        """Returns the parameters that the traced loss is run with.
+    def _weights(self, views: Views, trained: Leaves | None = None) -> list[Any]:
+        """Returns the parameters that the traced loss is run with, then codes, then scales.
 
         In place of the value of a trained leaf is the array that is differentiated, or beside it
         its slot, if the gradient waits in another dtype; see `gather_scatter.touch`.
         """
-        weights, it = [], iter(trained or ())
+        params, it = list[Param](), iter(trained or ())
         for at, leaf in enumerate(self.traced.leaves):
-            value, slot = values[at], None
+            value, slot = views.values[at], None
             if trained is not None and not leaf.frozen:
                 value, slot = (next(it), None) if leaf.waits_in is None else (value, next(it))
-            form = Form(at, len(leaf.cut.shape), leaf.cut.dim)
-            weights.append(LazyParam(self._param(leaf, value, copies[at], slot), form))
-        return weights
+            params.append(self._param(leaf, value, views.copies[at], slot))
+        cuts = [leaf.cut for leaf in self.traced.leaves]
+        cuts += [param.codes.cut for param in self.traced.fp8]
+        lazy = [
+            LazyParam(param, Form(at, len(cut.shape), cut.dim))
+            for at, (param, cut) in enumerate(zip([*params, *views.codes], cuts, strict=True))
+        ]
+        return [*lazy, *views.scales]
 
     def _param(self, leaf: Leaf, *arrays: jax.Array | None) -> Param:
         """Returns a leaf, given its value, copy and slot."""
         if not leaf.opens:
             return full(arrays[0])
         wire, sums, (_, copy, slot) = self.settings.wire, leaf.summed == TOUCH, arrays
+        is_read = not leaf.is_stand_in
         exist = [x is not None for x in arrays]
 
         def spread(arrays: Sequence[jax.Array]) -> Iterator[Any]:
@@ -198,7 +244,7 @@ class DeviceStep:
 
         def gather(*arrays: jax.Array) -> jax.Array:
             shard, copy, slot = spread(arrays)
-            return gather_scatter.touch(shard, copy, slot, leaf.cut, wire, sums)
+            return gather_scatter.touch(shard, copy, slot, leaf.cut, wire, sums, is_read=is_read)
 
         def reduce(gradient: jax.Array) -> tuple[jax.Array | None, ...]:
             made = gather_scatter.touch_gradients(gradient, slot, leaf.cut, wire, sums)
@@ -216,7 +262,7 @@ class DeviceStep:
             gather,
             free=False,
             rows_of=rows if leaf.by_rows else None,
-            local=copy is not None or leaf.cut.dim is None,
+            local=copy is not None or leaf.cut.dim is None or not is_read,
             reduce=reduce,
         )
 
@@ -289,3 +335,11 @@ class DeviceStep:
     @property
     def _place(self) -> jax.Array:
         return jax.lax.axis_index(row_axes(self.settings.mesh))
+
+
+def _by_layer(gather: Callable[..., jax.Array], cut: Partition, *arrays: jax.Array) -> jax.Array:
+    """Gathers a leaf for the whole step. Stacked matrices are gathered layer by layer."""
+    # If all layers are gathered at once, XLA stores them with the sharded dim outermost, and the
+    # compiler of jax 0.10 keeps a transposed copy of all for one of the loops over them.
+    matrices = cut.by_layer and cut.layer_rank > 1
+    return jax.lax.map(lambda x: gather(*x), arrays) if matrices else gather(*arrays)

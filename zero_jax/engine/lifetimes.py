@@ -67,6 +67,7 @@ class Leaf:
       waits_in: The dtype in which its gradient waits for the update, None for that of the shard.
         The gradient is taken with respect to zeros of that dtype.
       by_rows: True if it is never gathered, but its rows are sent to the devices that read them.
+      is_stand_in: True if its codes in fp8 are read in its place. It only has a gradient.
     """
 
     path: str
@@ -77,6 +78,7 @@ class Leaf:
     in_layer: bool
     waits_in: Any = None
     by_rows: bool = False
+    is_stand_in: bool = False
 
 
 def summed_by_jax(leaf: Leaf) -> Leaf:
@@ -99,6 +101,7 @@ class Layers:
       scanned: True if a loop runs them.
       policy: Their remat policy; a `jax.checkpoint` of the model has its own.
       fallback: Why the explicit passes of `layers.py` do not run them, or "".
+      fp8_elements: Elements among those that are gathered as codes in fp8.
     """
 
     count: int
@@ -106,6 +109,7 @@ class Layers:
     scanned: bool
     policy: str
     fallback: str = ""
+    fp8_elements: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

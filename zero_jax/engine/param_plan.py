@@ -11,7 +11,14 @@ import jax.numpy as jnp
 
 from zero_jax.collectives import gather_scatter
 from zero_jax.collectives.gather_scatter import Wire
-from zero_jax.engine.lifetimes import STEP, TOUCH, Layers, Leaf, Lifetime, Positions
+from zero_jax.engine.lifetimes import (
+    STEP,
+    TOUCH,
+    Layers,
+    Leaf,
+    Lifetime,
+    Positions,
+)
 from zero_jax.engine.scans import fallback
 from zero_jax.engine.unrolled import NOT_PREFETCHED
 from zero_jax.remat import policies
@@ -57,12 +64,20 @@ class Reading:
       cuts: The partition of each parameter.
       policy: The remat policy.
       bucket_bytes: The maximum bytes per collective.
+      stand_ins: The parameters, by position, whose codes are read in their place. These follow the
+        other parameters.
     """
 
     def __init__(
-        self, jaxpr: jex.Jaxpr, cuts: Sequence[Partition], policy: Remat, bucket_bytes: float
+        self,
+        jaxpr: jex.Jaxpr,
+        cuts: Sequence[Partition],
+        policy: Remat,
+        bucket_bytes: float,
+        stand_ins: Sequence[int] = (),
     ):
         self._policy, self._cuts, self._bucket_bytes = policy, cuts, bucket_bytes
+        self._stand_ins = stand_ins
         self._reads: list[_Read] = []
         # For each layer: the number of such layers, whether they are scanned, the policy, and why
         # they are not prefetched.
@@ -93,8 +108,8 @@ class Reading:
     def layers(self) -> list[Layers]:
         """The layers of the loss; equal ones are one entry."""
         known = [
-            Layers(count, self._elements(at), scanned, policy, fallback)
-            for at, (count, scanned, policy, fallback) in enumerate(self._found)
+            Layers(count, self._elements(at), scanned, policy, why, self._elements(at, fp8=True))
+            for at, (count, scanned, policy, why) in enumerate(self._found)
         ]
         return list(dict.fromkeys(known))
 
@@ -107,7 +122,10 @@ class Reading:
     ) -> list[Leaf]:
         """Returns the plan of every parameter at a stage."""
         pairs = zip(names, frozen, strict=True)
-        return [self._leaf(at, *own, life, wire) for at, own in enumerate(pairs)]
+        made = [self._leaf(at, *own, life, wire) for at, own in enumerate(pairs)]
+        for at in self._stand_ins:
+            made[at] = dataclasses.replace(made[at], is_stand_in=True)
+        return made
 
     def positions(self, leaves: Sequence[Leaf], life: Lifetime) -> Positions:
         """Returns where the layers are, and which parameters are gathered during the last of them.
@@ -122,7 +140,8 @@ class Reading:
             leaf, size = leaves[at], equations.bytes_of(self._jaxpr.invars[at])
             able = leaf.cut.dim is not None and leaf.cut.layer_rank > 1 and life.copy == TOUCH
             parted = any(r.form.parted for r in self._reads if r.form.leaf == at)
-            if layers is None or not able or parted or leaf.frozen or leaf.by_rows:
+            other = parted or leaf.frozen or leaf.by_rows or leaf.is_stand_in
+            if layers is None or not able or other:
                 continue
             if size <= left.setdefault(layers, self._bucket_bytes):
                 left[layers] -= size
@@ -241,10 +260,13 @@ class Reading:
         place = loops, layer, own
         self._reads.append(_Read(form, stacked or loops > 0, *place, by, self._at, rows))
 
-    def _elements(self, layer: int) -> int:
-        """Returns the elements of the parameters that a layer reads, each counted once."""
-        forms = {r.form.leaf: r.form for r in self._reads if r.layer == layer}
-        return sum(_elements_of(self._cuts[leaf], form) for leaf, form in forms.items())
+    def _elements(self, layer: int, *, fp8: bool = False) -> int:
+        """Returns the elements of the parameters, or codes in fp8, that a layer gathers."""
+        reads = (r for r in self._reads if r.layer == layer)
+        forms = {r.form.leaf: r.form for r in reads if r.form.leaf not in self._stand_ins}
+        first = len(self._cuts) - len(self._stand_ins) if fp8 else 0
+        pairs = ((leaf, form) for leaf, form in forms.items() if leaf >= first)
+        return sum(_elements_of(self._cuts[leaf], form) for leaf, form in pairs)
 
 
 def _by_rows(reads: Sequence[_Read], cut: Partition, wire: Wire) -> bool:

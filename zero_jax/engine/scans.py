@@ -103,7 +103,7 @@ class LayerScan:
     def _layers(self, heads: Sequence[Param]) -> ExplicitLayers:
         consts, carried, jaxpr = self._consts, self._carried, self._body.jaxpr
         params = self._slices.params
-        flags = zip(jaxpr.invars, read_inputs(jaxpr), strict=True)
+        flags = zip(jaxpr.invars, read_inputs(jaxpr, differentiated=False), strict=True)
         read = {self._weights[v].param for v, flag in flags if flag and v in self._weights}
 
         def values(args: Arrays) -> list[Any]:

@@ -7,7 +7,7 @@ often, which layers there are, how the aux is combined over devices. Nothing dep
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.extend.core as jex
@@ -18,8 +18,18 @@ from jax.sharding import PartitionSpec
 from zero_jax.context_parallel import chunks
 from zero_jax.context_parallel.attention import exchanged_by
 from zero_jax.context_parallel.split_loss import split_loss
-from zero_jax.engine import annotations, experts, lifetimes, losses, over_rows, param_plan
+from zero_jax.engine import (
+    annotations,
+    experts,
+    fp8_params,
+    lifetimes,
+    losses,
+    over_rows,
+    param_plan,
+)
 from zero_jax.engine.config import Config
+from zero_jax.fp8 import rewrite
+from zero_jax.fp8.rewrite import Dims
 from zero_jax.remat import policies
 from zero_jax.sharding import paths
 from zero_jax.sharding.mesh import (
@@ -46,6 +56,9 @@ class Traced:
       closed: Its jaxpr with inlined calls. Inputs are the parameters, a micro-batch and the extras,
         flat; results are sum, weight and the leaves of the aux.
       leaves: The plan of each parameter.
+      fp8: The parameters that are multiplied in fp8. Their codes and their scales are inputs too,
+        after the parameters.
+      not_fp8: Paths of matrices of layers that are not, if others are.
       layers: The layers found.
       positions: Where they are.
       weighted: True if the loss is a `Weighted`.
@@ -62,6 +75,8 @@ class Traced:
 
     closed: jex.ClosedJaxpr
     leaves: list[lifetimes.Leaf]
+    fp8: list[fp8_params.Fp8Param]
+    not_fp8: list[str]
     layers: list[lifetimes.Layers]
     positions: lifetimes.Positions
     weighted: bool
@@ -142,7 +157,8 @@ def trace(
     differs = Varies(axes).run(closed, varying)[2:] if jax.tree.leaves(aux) else []
     kinds = losses.kinds_of(aux, differs, count, lambda: program(2 * count)[2])
     stage = functools.partial(_on_a_device, settings.mesh)
-    policy = policies.parse(settings.remat)
+    policy, precision = policies.parse(settings.remat), settings.precision
+    by_row = precision.matmul_dtype == "fp8_rowwise"
 
     def read(moved: Sequence[bool], wanted: Sequence[bool], outside: bool) -> Traced:
         found = passes.without_dead_derivatives(closed, moved, wanted)
@@ -151,19 +167,44 @@ def trace(
             found = experts.at_their_devices(found, cuts, names, stage, parts=in_parts)
         # Sizes of a trace are those of all devices of `model`.
         bucket = settings.bucket_bytes * model_size(settings.mesh)
-        read = param_plan.Reading(found.jaxpr, cuts, policy, bucket)
         life = lifetimes.lifetime(settings.stage, grad_accum_steps)
-        leaves = read.leaves(names, frozen, life, settings.wire)
-        if outside:
-            leaves = list(map(lifetimes.summed_by_jax, leaves))
+
+        def reading(found: jex.ClosedJaxpr, fp8: Mapping[int, Dims]) -> param_plan.Reading:
+            own = [*cuts, *(cuts[at] for at in fp8)]
+            return param_plan.Reading(found.jaxpr, own, policy, bucket, [*fp8])
+
+        def plans(read: param_plan.Reading, fp8: Mapping[int, Dims]) -> list[lifetimes.Leaf]:
+            known = [*names, *(names[at] for at in fp8)], [*frozen, *[True] * len(fp8)]
+            leaves = read.leaves(*known, life, settings.wire)
+            return list(map(lifetimes.summed_by_jax, leaves)) if outside else leaves
+
+        products: dict[int, Dims] = {}
+        read = reading(found, products)
+        if precision.matmul_dtype is not None:
+            inside = [leaf.in_layer for leaf in plans(read, products)]
+            products = fp8_params.chosen(found, names, inside, precision, stage)
+            own = len(names), products, stage
+            found = rewrite.in_fp8(found, *own, dtype=precision.compute, by_row=by_row)
+            read = reading(found, products)
+        planned = plans(read, products)
+        leaves, codes = planned[: len(names)], planned[len(names) :]
+        fp8 = [
+            fp8_params.Fp8Param(at, dims.shared(by_row), leaf)
+            for (at, dims), leaf in zip(products.items(), codes, strict=True)
+        ]
         undifferentiable, loops = "", _DifferentiatedLoops()
-        loops.run(found, moved)
+        loops.run(found, [*moved[: len(names)], *[False] * 2 * len(fp8), *moved[len(names) :]])
         if loops.found:
             looped = [names[at] for at in sorted(read.read_by("while")) if not frozen[at]]
             undifferentiable = ", ".join(looped) or "values derived from parameters"
-        positions = read.positions(leaves, life)
-        known = found, leaves, read.layers, positions, weighted, aux, kinds, undifferentiable
-        return Traced(*known, tokens, captured, from_outside, outside)
+        not_fp8 = [
+            leaf.path
+            for leaf in leaves
+            if fp8 and leaf.in_layer and leaf.cut.layer_rank > 1 and not leaf.is_stand_in
+        ]
+        known = found, leaves, fp8, not_fp8, read.layers, read.positions(planned, life)
+        of_loss = weighted, aux, kinds, undifferentiable
+        return Traced(*known, *of_loss, tokens, captured, from_outside, outside)
 
     def from_outside(aux: bool) -> Traced:
         return read([True] * inputs, [at < 2 or aux for at in range(results)], True)

@@ -232,7 +232,7 @@ def _started(
     env = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": flags,
+        "XLA_FLAGS": f"{_of_user(os.environ.get('XLA_FLAGS', ''))} {flags}",
         "JAX_NUM_CPU_DEVICES": str(devices if target.platform == "cpu" else 1),
         "TPU_SKIP_MDS_QUERY": "1",
         "PYTHONPATH": os.pathsep.join(
@@ -246,6 +246,11 @@ def _started(
         raise RuntimeError(
             f"compiling for {target.name} took more than {TIMEOUT:.0f} s and was stopped"
         ) from error
+
+
+def _of_user(flags: str) -> str:
+    """Returns the user's flags for GPUs, which a run would have too."""
+    return " ".join(flag for flag in flags.split() if flag.startswith("--xla_gpu_"))
 
 
 def _child(here: pathlib.Path) -> None:

@@ -61,10 +61,10 @@ class Totals:
 
 
 class Flops(Totals):
-    """Counts a program's FLOPs."""
+    """Counts a program's FLOPs: of all products, and of those in fp8."""
 
     def __init__(self, program: Program):
-        super().__init__(_products, (0,))
+        super().__init__(_products, (0, 0))
         self.program = program
 
     def total(self) -> int:
@@ -74,6 +74,10 @@ class Flops(Totals):
     def count(self, i: Instruction) -> int:
         """Returns the FLOPs of one run of an instruction, with all that it calls."""
         return int(self.instruction(i)[0])
+
+    def in_fp8(self, i: Instruction) -> int:
+        """Returns the FLOPs of one run of an instruction whose operands have 8 bits."""
+        return int(self.instruction(i)[1])
 
     def uncounted(self) -> tuple[str, ...]:
         """Returns the library calls whose work is not counted, such as other kernels."""
@@ -96,19 +100,32 @@ class Flops(Totals):
         return (i for i in instructions if i.kind == "custom-call")
 
 
-def _products(i: Instruction) -> tuple[int] | None:
+def _products(i: Instruction) -> Cost | None:
     """Returns the FLOPs of a product or a library call; None for other instructions."""
     if i.kind not in ("dot", "convolution", "custom-call"):
         return None
-    if i.kind == "dot":
-        return (_dot(i, i.attributes.get("lhs_contracting_dims", "")),)
     if i.kind == "convolution" or _CONVOLUTION.search(i.target):
-        return (_convolution(i),)
+        return _convolution(i), 0
     if _ATTENTION.search(i.target):
-        return (_attention(i),)
-    if _GEMM.search(i.target):
-        return (_dot(i, _setting(i, r'"lhs_contracting_dimensions":\[([^\]]*)\]')),)
-    return (0,)  # named by `Flops.uncounted`
+        return _attention(i), 0
+    if not is_product(i):
+        return 0, 0  # named by `Flops.uncounted`
+    if i.kind == "dot":
+        contracting = i.attributes.get("lhs_contracting_dims", "")
+    else:
+        contracting = _setting(i, r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+    count = _dot(i, contracting)
+    return count, count * is_fp8(i)
+
+
+def is_product(i: Instruction) -> bool:
+    """Returns whether an instruction is a product of two matrices."""
+    return i.kind == "dot" or (i.kind == "custom-call" and bool(_GEMM.search(i.target)))
+
+
+def is_fp8(i: Instruction) -> bool:
+    """Returns whether both operands of a product have 8 bits."""
+    return all(operand.arrays[0].dtype.startswith("f8") for operand in i.inputs[:2])
 
 
 def _setting(i: Instruction, pattern: str) -> str:

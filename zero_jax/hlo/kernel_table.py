@@ -63,10 +63,10 @@ def kernel_groups(program: Program, target: Target) -> list[KernelGroup]:
     costs = kernels(target, Flops(program))
     found = collections.defaultdict[tuple[str, str, bool], list[float]](lambda: [0.0] * 4)
     for i, times in _executed(program.entry, 1, costs):
-        seconds, work, traffic = costs.instruction(i)
+        seconds, products, _, traffic = costs.instruction(i)
         if traffic:
             key = re.sub(r"[.\d]+$", "", i.name), program.source(i), "transpose(jvp" in i.op_name
-            added = times, times * seconds, times * (seconds - work / target.flops), times * traffic
+            added = times, times * seconds, times * (seconds - products), times * traffic
             found[key] = [a + b for a, b in zip(found[key], added, strict=True)]
     groups = [
         KernelGroup(*key, int(runs), seconds, excess, int(traffic))

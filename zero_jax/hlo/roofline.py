@@ -108,14 +108,14 @@ def step_time(
             "use an accelerator, for example 'h100'"
         )
     flops = Flops(program)
-    seconds, work, traffic = kernels(target, flops).computation(program.entry)
+    seconds, products, work, traffic = kernels(target, flops).computation(program.entry)
     clock = Timeline(flops, collectives, target).clock
     step = seconds + clock.waited
     fraction = model_flops / target.flops / step if model_flops and step else None
     return StepTime(
         seconds=step,
         kernel_seconds=seconds,
-        compute_seconds=work / target.flops,
+        compute_seconds=products,
         memory_seconds=traffic / target.memory_bandwidth,
         communication_seconds=clock.communication_seconds,
         exposed_seconds=clock.waited,
@@ -243,7 +243,7 @@ class Timeline:
             case "call" | "async":
                 return max(self._play(called, waits=not i.asynchronous) for called in i.called)
             case _:
-                self.clock.now += self._flops.count(i) / self._target.flops
+                self.clock.now += self._target.product_seconds(*self._flops.instruction(i))
         return self.clock.now
 
     def _loop(self, body: Computation, trips: int) -> None:
@@ -264,17 +264,17 @@ class Timeline:
 
 
 def kernels(target: Target, flops: Flops) -> Totals:
-    """Sums (seconds, FLOPs, bytes of traffic) of the kernels that a program runs."""
-    nothing = (0.0, 0, 0)
+    """Sums (seconds, seconds of products, FLOPs, bytes of traffic) of the kernels that run."""
+    nothing = (0.0, 0.0, 0, 0)
 
     def kernel(i: Instruction) -> Cost | None:
         if i.kind in CALLS:
             return None
         if i.kind in _NO_KERNEL or i.continues:
             return nothing
-        work, traffic = flops.count(i), traffic_bytes(i)
-        seconds = max(work / target.flops, traffic / target.memory_bandwidth)
-        return seconds, work, traffic
+        work, traffic = flops.instruction(i), traffic_bytes(i)
+        products = target.product_seconds(*work)
+        return max(products, traffic / target.memory_bandwidth), products, work[0], traffic
 
     return Totals(kernel, nothing)
 
@@ -306,11 +306,13 @@ def _devices_per_host(c: Collective, num_devices: int, host_devices: int) -> int
 def _assumptions(
     target: Target, flops: Flops, collectives: Sequence[Collective]
 ) -> tuple[str, ...]:
+    any_fp8 = flops.computation(flops.program.entry)[1] > 0
     fast, slow, in_host = target.fast_wire / 1e9, target.slow_wire / 1e9, target.host_devices
+    fp8 = f"{target.fp8_flops / 1e12:.4g} of those in fp8, "
     found = [
         f"Every kernel reaches the peaks of {target.name}: {target.flops / 1e12:.4g} TFLOP/s of "
-        f"16-bit matrix products, whatever the dtype, and {target.memory_bandwidth / 1e9:.4g} GB/s "
-        "of memory; a run reaches less.",
+        f"16-bit matrix products, {fp8 if any_fp8 else ''}whatever other dtype, and "
+        f"{target.memory_bandwidth / 1e9:.4g} GB/s of memory; a run reaches less.",
         "A kernel takes the longer of its matrix products and its memory traffic, other arithmetic "
         "is free; kernels run one after the other, without launch gaps.",
         "A kernel reads its operands from memory once and writes its results there; caches and "

@@ -23,6 +23,7 @@ class Target:
       description: Name that the device reports.
       memory_bytes: Device memory in bytes.
       flops: FLOP/s of bf16 matrix products (fp16 on a V100), dense.
+      fp8_flops: FLOP/s of fp8 matrix products, dense; 0 if it has none.
       memory_bandwidth: Bytes/s of device memory.
       host_devices: Devices per host, joined by the fast interconnect.
       fast_wire: Bytes/s a device sends inside a host (NVLink, ICI).
@@ -52,6 +53,16 @@ class Target:
     core_limits: tuple[int, int, int] = (0, 0, 0)
     l2_bytes: int = 0
     clock_ghz: float = 0.0
+    fp8_flops: float = 0.0
+
+    def product_seconds(self, flops: float, in_fp8: float = 0.0) -> float:
+        """Returns the time of matrix products at the peak rates.
+
+        Args:
+          flops: FLOPs of all products.
+          in_fp8: FLOPs of those in fp8.
+        """
+        return (flops - in_fp8) / self.flops + in_fp8 / (self.fp8_flops or self.flops)
 
     def ring_wire(self, members: int, near: int) -> float:
         """Returns the bytes/s of each device in a ring of `members`, `near` of them per host.

@@ -32,6 +32,7 @@ from zero_jax.hlo.targets import Target
 from zero_jax.low_bit.state import FP32
 from zero_jax.matrix_updates.update import AssignedUpdate, assigned_update
 from zero_jax.offload.host import HOST, is_on_host
+from zero_jax.plan import fp8_check
 from zero_jax.plan.operations import device_part
 from zero_jax.plan.peak_memory import temporaries
 from zero_jax.plan.plans import Plan, Predicted, Sent
@@ -89,6 +90,11 @@ def of(
     """
     aim, mesh = None if target is None else targets.target(target), config.mesh
     aot.check(aim, mesh.size, topology, latencies)
+    if config.precision.matmul_dtype and aim and aim.platform != "cpu" and not aim.fp8_flops:
+        raise ValueError(
+            f"`matmul_dtype`={config.precision.matmul_dtype!r} on {aim.name}, which has no matrix "
+            "products in fp8: use h100 or a later GPU, or leave `matmul_dtype` out"
+        )
     wrapped = ZeroTransform(tx, config)
     step = TrainStep(config, loss_fn, wrapped, has_aux=has_aux)
     # Sharded as these settings say, for parameters of any mesh and stage.
@@ -122,7 +128,12 @@ def of(
         known = targets.of_kind(mesh.devices.flat[0].device_kind)
     if known is not None and known.platform == "cuda" and audit.flops is not None:
         time = roofline.step_time(audit.program, audit.collectives, known, model_flops)
-    return dataclasses.replace(plan, compiled=audit, target=aim, time=time)
+    fp8 = None
+    if plan.fp8_flops:
+        name = aim.name if aim else "these devices"
+        parts = config.model_axis.size
+        fp8 = fp8_check.check(audit.program, plan.fp8_flops, parts, name, of_gpus=of_gpus)
+    return dataclasses.replace(plan, compiled=audit, target=aim, time=time, fp8=fp8)
 
 
 def _attention_kernels_of(
@@ -174,6 +185,9 @@ def _predict(step: TrainStep, args: tuple[PyTree, ...], of_gpus: bool) -> Plan:
         window=traced.window,
         trained=trained_part(full, settings.frozen),
         sent=sent,
+        fp8_params=tuple(traced.leaves[param.at].path for param in traced.fp8),
+        not_fp8=tuple(traced.not_fp8),
+        fp8_flops=fp8_check.traced_flops(device_part(jaxpr)) if traced.fp8 else 0,
         predicted=Predicted(
             parameters=bytes_on(params),
             optimizer_state=bytes_on(opt_state),

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from zero_jax.engine.lifetimes import Layers
 from zero_jax.hlo import aot, auditor, roofline
+from zero_jax.hlo.fp8_products import Fp8Products
 from zero_jax.hlo.targets import Target
 from zero_jax.plan.tables import gigabytes, table
 from zero_jax.remat import policies
@@ -90,6 +91,10 @@ class Plan:
       trained: Fraction of Ψ that is not frozen.
       sent: Elements and bytes that each device sends per step, by kind of collective, counted in
         the trace; "update" for those of an update of partitioned matrices.
+      fp8_params: Paths of the parameters that are multiplied in fp8.
+      not_fp8: Paths of matrices of layers that are not, if others are.
+      fp8_flops: FLOPs of the products in fp8 of the traced step, on all devices of `model`.
+      fp8: Products in fp8 of the compiled program; None without any, or if only predicted.
       compiled: Audit of the compiled program; None if only predicted.
       target: Target of the compilation; None for the devices of the mesh.
       time: Modelled lower bound of the step time; None if only predicted, or if the device has no
@@ -106,6 +111,10 @@ class Plan:
     predicted: Predicted
     trained: float = 1.0
     sent: Mapping[str, Sent] = dataclasses.field(default_factory=dict)
+    fp8_params: tuple[str, ...] = ()
+    not_fp8: tuple[str, ...] = ()
+    fp8_flops: int = 0
+    fp8: Fp8Products | None = None
     compiled: auditor.Audit | None = None
     target: Target | None = None
     time: roofline.StepTime | None = None
@@ -211,6 +220,7 @@ class Plan:
             "overlapped_fraction": time.overlapped if time else None,
             "collectives": [c.as_dict() for c in audit.collectives],
             "flops": audit.flops,
+            "fp8": dataclasses.asdict(self.fp8) if self.fp8 else None,
             "flops_not_counted": list(audit.uncounted),
             "step_time": dataclasses.asdict(time) if time else None,
             "not_shown": self.not_shown,
@@ -254,7 +264,15 @@ def format_layers(plan: Plan) -> str:
         f"{x.policy}" + (f" ({x.fallback})" if x.fallback else "")
         for x in plan.layers
     ]
-    return "layers: " + "; ".join(found)
+    return "layers: " + "; ".join(found) + _fp8_params(plan)
+
+
+def _fp8_params(plan: Plan) -> str:
+    """Formats which matrices of layers are multiplied in fp8, and which are not."""
+    if not plan.fp8_params:
+        return ""
+    others = f"; not in fp8: {', '.join(plan.not_fp8)}" if plan.not_fp8 else ""
+    return f"\nmultiplied in fp8: {', '.join(plan.fp8_params)}{others}"
 
 
 def format_proof(plan: Plan, memory_bytes: int) -> str:
@@ -283,6 +301,8 @@ def format_proof(plan: Plan, memory_bytes: int) -> str:
         *([] if plan.time is None else [["  overlapped", _overlapped(plan.time)]]),
         ["matmuls", flops],
     ]
+    if plan.fp8 is not None:
+        rows.append(["  in fp8", _in_fp8(plan)])
     if audit.uncounted:
         rows.append(["  not counted", ", ".join(audit.uncounted)])
     parts = [f"Stage {plan.stage} compiled for {name}", table(rows, "<"), "", "Largest temporaries"]
@@ -318,6 +338,14 @@ def _overlap(plan: Plan, *, layers_only: bool) -> str:
     return (
         f"{gigabytes(sent.concurrent)} concurrent with a matmul, {gigabytes(sent.exposed)} exposed"
     )
+
+
+def _in_fp8(plan: Plan) -> str:
+    """Formats the products in fp8, or those that the devices emulate."""
+    assert plan.fp8 is not None
+    if not plan.fp8.count:
+        return f"emulated: {plan.fp8_flops / 1e12:,.4g} TFLOP of numbers rounded to fp8"
+    return f"{plan.fp8.flops / 1e12:,.1f} TFLOP, {plan.fp8.count:,} products"
 
 
 def _overlapped(time: roofline.StepTime) -> str:

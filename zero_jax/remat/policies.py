@@ -36,6 +36,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from zero_jax.names import nearest, unknown
 from zero_jax.sharding.mesh import MODEL, AnyMesh
 from zero_jax.sharding.model_axis import over_model
+from zero_jax.tracing.jaxpr import is_product
 
 # A policy of `jax.checkpoint_policies`.
 JaxPolicy = Callable[..., object]
@@ -178,7 +179,7 @@ class Remat:
                 return Place(host=True)
             return _JAX_RESULTS.get(type(result).__name__, DEVICE if result else None)
         if self.kind == "dots":
-            return DEVICE if eqn.primitive.name == "dot_general" else None
+            return DEVICE if is_product(eqn) else None
         return dict(self.names).get(eqn.params["name"]) if eqn.primitive.name == "name" else None
 
     def __str__(self) -> str:

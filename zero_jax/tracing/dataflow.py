@@ -169,10 +169,19 @@ def needed(
     return reached
 
 
-def read_inputs(jaxpr: jex.Jaxpr) -> list[bool]:
-    """Returns for each input whether a result or an effect depends on it."""
-    reached = needed(jaxpr.eqns, jaxpr.outvars, _of_differentiated)
+def read_inputs(jaxpr: jex.Jaxpr, *, differentiated: bool = True) -> list[bool]:
+    """Returns for each input whether a result or an effect depends on it.
+
+    In a program that is not `differentiated` yet, a gradient counts too: a function with a custom
+    gradient depends on all of its inputs.
+    """
+    rule = _of_differentiated if differentiated else _with_effects
+    reached = needed(jaxpr.eqns, jaxpr.outvars, rule)
     return [var in reached for var in jaxpr.invars]
+
+
+def _with_effects(eqn: jex.JaxprEqn, made: list[bool]) -> list[bool]:
+    return reads_all(eqn, [*made, bool(eqn.effects)])
 
 
 def _of_differentiated(eqn: jex.JaxprEqn, made: list[bool]) -> list[bool]:

@@ -213,6 +213,17 @@ def names_in(jaxpr: jex.Jaxpr) -> set[str]:
     return {e.params["name"] for e in nested(jaxpr) if e.primitive.name == "name"}
 
 
+def is_product(eqn: jex.JaxprEqn) -> bool:
+    """Returns whether it is a matrix product; one in fp8 is a function with its own gradient."""
+    if eqn.primitive.name != "custom_vjp_call":
+        return eqn.primitive.name == "dot_general"
+    return any(e.primitive.name == "dot_general" and _in_fp8(e) for e in inner(eqn).jaxpr.eqns)
+
+
+def _in_fp8(eqn: jex.JaxprEqn) -> bool:
+    return all(dtype_of(a).name.startswith("float8") for a in eqn.invars)
+
+
 def products(jaxpr: jex.Jaxpr) -> list[int]:
     """Returns the multiplications in matrix products of each equation, loops and calls included."""
     return [_products(eqn) for eqn in jaxpr.eqns]
