@@ -221,5 +221,10 @@ def test_one_check_leaves_the_others_in_the_file(tmp_path, capsys):
     assert [on_gpu.verdict("", x, 1.0)["passed"] for x in differences] == [True, False, False]
 
 
-def test_every_check_of_the_benchmark_exists(load):
-    assert set(load("gpu").CHECKS) <= on_gpu.CHECKS.keys()
+def test_every_check_of_the_benchmark_exists_and_those_without_time_are_named(load, tmp_path):
+    gpu, file = load("gpu"), tmp_path / "on_gpu.json"
+    assert set(gpu.CHECKS) <= on_gpu.CHECKS.keys()
+    file.write_text(json.dumps({"device": jax.devices()[0].device_kind, "checks": []}))
+    found = gpu.checks({"kind": "checks", "only": ["skipped", "blocks"]}, file, 0)
+    late = sorted(f"{name}: no time was left" for name in ("skipped", "blocks"))
+    assert sorted(found.pop("not_run")) == late and found == {"passed": [], "failed": []}
