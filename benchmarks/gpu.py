@@ -301,9 +301,13 @@ class Results:
         self.file.write_text(json.dumps(self._known, indent=1) + "\n")
 
     def table(self) -> str:
-        """Formats the rows of today's cases and the reasons of those that were not done."""
+        """Formats the rows, and the reasons of those that were not done."""
         lines = ["| row | tokens/s | MFU | GB | ms |", "|---|---|---|---|---|"]
         lines += [line(row) for row in self.rows.values() if "tokens_per_second" in row]
+        for row in self.rows.values():
+            if "passed" in row:
+                bad = ", ".join(row["failed"] + row["not_run"])
+                lines.append(f"checks passed: {len(row['passed'])}, others: {bad or 'none'}")
         not_done = self._known[self.part]["not_done"]
         return "\n".join(lines + [f"not done: {name(r['case'])}: {reason(r)}" for r in not_done])
 
