@@ -1,7 +1,8 @@
 """One row of gpu.py in PyTorch: the same GPT, compiled, in bf16 with fp32 masters and AdamW.
 
 Each block is compiled, and the loss: the whole model at once would take minutes for 48 layers. What
-goes from block to block is bf16, as in models/gpt.py.
+goes from block to block is bf16, as in models/gpt.py. In fp8 torchao scales each tensor by its
+largest element in every product of a block's matrices, forward and backward.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import torch
 from peer_torch import GPT
 from torch.utils.checkpoint import checkpoint
 
-STEPS = 8
+STEPS, WARM = 8, 3
 
 
 def main() -> None:
@@ -25,6 +26,12 @@ def main() -> None:
         raise RuntimeError(f"torch {torch.__version__} sees no GPU")
     with torch.device(device):
         model = GPT(argparse.Namespace(**own))
+    if own.get("matmuls") == "fp8":
+        try:
+            _to_fp8(model, emulate=device != "cuda")
+        except ImportError as error:
+            print(json.dumps({"skipped": f"no torchao: {error}"}))
+            return
     embed = model.embed
     model.embed = lambda inputs: embed(inputs).bfloat16()
     model.loss = torch.compile(model.loss)
@@ -43,7 +50,7 @@ def main() -> None:
         tx.zero_grad()
         loss.item()
 
-    for _ in range(3):
+    for _ in range(WARM):
         once()
     seconds = []
     for _ in range(STEPS):
@@ -52,17 +59,17 @@ def main() -> None:
         if device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    count = sum(x.numel() for x in model.parameters())
-    found = {
-        "params": count,
-        "seconds": statistics.median(seconds),
-        "tokens_per_second": rows[:, 1:].numel() / statistics.median(seconds),
-        "torch": torch.__version__,
-    }
+    found = {"seconds": statistics.median(seconds), "torch": torch.__version__}
     if device == "cuda":
         found["device"] = torch.cuda.get_device_name()
         found["peak_bytes"] = torch.cuda.max_memory_allocated()
     print(json.dumps(found))
+
+
+def _to_fp8(model: GPT, *, emulate: bool) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(model.blocks, config=Float8LinearConfig(emulate=emulate))
 
 
 def _rematerialised(forward):
