@@ -41,7 +41,9 @@ import numpy as np
 import zero_jax
 from training.memory import host_memory
 from zero_jax.commands.case import Case
+from zero_jax.fp8.product import SCOPE
 from zero_jax.hlo import auditor, roofline, targets
+from zero_jax.hlo.fp8_products import fp8_products
 from zero_jax.models import gpt
 
 Row = dict[str, Any]
@@ -60,7 +62,6 @@ TARGET = "h200"
 # steps of 7.5b take 0.719 s, with this 0.618 s.
 KEEP = "--xla_gpu_memory_limit_slop_factor=200"
 TORCH = "python3 -m venv .venv-torch && .venv-torch/bin/pip install torch torchao numpy"
-FP8_PRODUCT = "__cublas$lt$matmul$f8"
 # Checks that no GPU has passed.
 CHECKS = ["remat", "precision", "states", "attention", "packed attention", "fp8", "blocks"]
 CHECKS += ["remat on the host", "states on the host", "options"]
@@ -95,15 +96,11 @@ def cases(toy: bool) -> list[Row]:
 def precision(own: Row) -> zero_jax.Precision:
     if own.get("matmuls") != "fp8":
         return zero_jax.Precision("bf16")
-    settings: Row = {"matmul_dtype": "fp8", "param_comm_dtype": "fp8"}
-    return zero_jax.Precision("bf16", **settings)
+    return zero_jax.Precision("bf16", matmul_dtype="fp8")
 
 
 def reason_against(own: Row) -> str:
     """Returns why a row cannot be done here; "" if it can."""
-    fields = {field.name for field in dataclasses.fields(zero_jax.Precision)}
-    if own["kind"] == "train" and "matmuls" in own and "matmul_dtype" not in fields:
-        return "`Precision` has no field `matmul_dtype`"
     if own["kind"] == "torch" and python_with_torch() is None:
         return f"no PyTorch: {TORCH}"
     return ""
@@ -146,7 +143,7 @@ def train(own: Row) -> Row:
         "forecast_bytes": case.plan(3).predicted.total_bytes,
         "compile_seconds": compile_seconds,
         "roofline_seconds": modelled,
-        "fp8_products": compiled.as_text().count(FP8_PRODUCT),
+        "fp8_products": fp8_products(audit.program, SCOPE).count,
         "device": device.device_kind,
     }
 

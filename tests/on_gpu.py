@@ -35,6 +35,9 @@ from benchmarks.gpu import code_of
 from zero_jax import releases
 from zero_jax.adapters import quantised
 from zero_jax.engine import compiler, offload_check
+from zero_jax.fp8.product import SCOPE
+from zero_jax.hlo.fp8_products import fp8_products
+from zero_jax.hlo.hlo_text import parse
 from zero_jax.models import gpt
 from zero_jax.models.attend import attend
 from zero_jax.offload.host import Offload
@@ -72,7 +75,6 @@ COMPARED = {
     ],
     "tiers": [(STREAMED, ULPS), ({"offload": Offload(True, True, piece_bytes=4096)}, ULPS)],
 }
-FP8 = "matmul_dtype" in {field.name for field in dataclasses.fields(zero_jax.Precision)}
 
 
 def on_one_device(**settings):
@@ -124,16 +126,17 @@ def states_on_host():
 
 def fp8():
     """Training in fp8 follows bf16, and every matmul of a layer is an fp8 product."""
-    precision = zero_jax.Precision("bf16", matmul_dtype="fp8", param_comm_dtype="fp8")
+    precision = zero_jax.Precision("bf16", matmul_dtype="fp8")
     problem = problem_of(GPT)
     want, got = (
         train_zero(problem, ADAM, STEPS, 1, precision=own)[0] for own in ("bf16", precision)
     )
     yield "losses, beside bf16", relative(got, want), 1e-2
     if jax.default_backend() == "gpu":
-        # Four matmuls in a layer, with two gradients each; a loop's body has at least one layer.
-        products = compiled_step(precision, problem).count("__cublas$lt$matmul$f8")
-        yield f"fp8 products: {products}; missing of 12", max(0, 12 - products), 0
+        # Four matmuls in a layer, with two gradients each.
+        count = fp8_products(parse(compiled_step(precision, problem)), SCOPE).count
+        least = 12 * GPT.layers
+        yield f"fp8 products: {count}; missing of {least}", max(0, least - count), 0
 
 
 def compiled_step(precision, problem):
@@ -315,9 +318,7 @@ def main(args=None) -> int:
     old = json.loads(parsed.json.read_text()) if parsed.json.exists() else {}
     known = old if old.get("device") == known["device"] else known
     rows = {row["check"]: row for row in known["checks"]}
-    names = [name for name in parsed.only if name != "fp8" or FP8]
-    if names != parsed.only:
-        print("fp8: left out, `Precision` has no field `matmul_dtype`")
+    names = parsed.only
     if parsed.missing:
         good = {name for name, row in rows.items() if row["passed"]}
         names = [x for x in names if x not in good or rows[x].get("code") != here["code"]]

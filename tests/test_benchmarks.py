@@ -1,6 +1,5 @@
 """Programs that benchmarks compare train the same model; the checks of a GPU run on the CPU."""
 
-import dataclasses
 import functools
 import importlib
 import json
@@ -157,22 +156,6 @@ def test_predicted_rows_are_kept_apart(gpu, tmp_path):
     found = json.loads(out.read_text())
     assert found["measured"] == measured and len(found["predicted"]["rows"]) == 2
     assert found["predicted"]["device"] == "NVIDIA H200"
-
-
-def test_rows_in_fp8_follow_the_fields_of_precision(load, monkeypatch):
-    gpu = load("gpu")
-    own = {"kind": "train", "model": "nano", "rows": 2, "remat": "none", "matmuls": "fp8"}
-
-    without, wide = (
-        dataclasses.make_dataclass("Precision", names) for names in ([], ["matmul_dtype"])
-    )
-    monkeypatch.setattr(zero_jax, "Precision", without)
-    assert gpu.alone(own, 1, "cpu") == {"skipped": "`Precision` has no field `matmul_dtype`"}
-    assert not gpu.reason_against({**own, "kind": "torch"}) or gpu.python_with_torch() is None
-    monkeypatch.setattr(zero_jax, "Precision", wide)
-    assert not gpu.reason_against(own)
-    monkeypatch.setattr(zero_jax, "Precision", lambda *_, **given: given)
-    assert gpu.precision(own) == {"matmul_dtype": "fp8", "param_comm_dtype": "fp8"}
 
 
 def test_rates_are_those_of_the_data_sheet(load):

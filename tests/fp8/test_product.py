@@ -145,6 +145,9 @@ def test_product_with_a_result_in_fp32_is_left():
     for dtype, found in ((None, [0]), (jnp.float32, [])):
         closed = traced(lambda w, x: jnp.matmul(x, w, preferred_element_type=dtype), w, x)  # noqa: B023
         assert [*rewrite.multiplied(closed, 1, jnp.bfloat16, traced)] == found
+    # XLA multiplies bf16 in one way, whatever the setting for fp32.
+    closed = traced(lambda w, x: jnp.matmul(x, w, precision="highest"), w, x)
+    assert [*rewrite.multiplied(closed, 1, jnp.bfloat16, traced)] == [0]
 
 
 def test_function_with_its_own_gradient_reads_all_of_its_inputs_before_it_is_differentiated():

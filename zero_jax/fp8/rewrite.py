@@ -224,6 +224,7 @@ class _Products(Evaluator[_Value]):
         """
         precise = eqn.params["precision"]
         usual = precise is None or set(precise) <= {None, jax.lax.Precision.DEFAULT}
+        usual |= jnp.dtype(self._dtype).itemsize < 4  # there it changes nothing
         atoms = (*eqn.invars, *eqn.outvars)
         return usual and all(jaxprs.dtype_of(a) == self._dtype for a in atoms)
 
