@@ -53,15 +53,45 @@ def exact_loss(params, batch):
     return zero_jax.Weighted(jnp.sum(x * t), jnp.float32(x.shape[0]))
 
 
-def exact_step(devices, stage, **settings):
+def sliced_loss(params, batch):
+    """The same with layers in Python, which take slices of the stacks."""
+    x, t = batch
+    for i in range(len(params["kernel"])):
+        x = x @ params["kernel"][i] + params["bias"][i]
+    return zero_jax.Weighted(jnp.sum(x * t), jnp.float32(x.shape[0]))
+
+
+def listed_loss(params, batch):
+    """The same with parameters of their own for each layer, the last one transposed."""
+    x, t = batch
+    for own in params[:-1]:
+        x = x @ own["kernel"] + own["bias"]
+    x = (params[-1]["kernel"] @ x.T).T + params[-1]["bias"]
+    return zero_jax.Weighted(jnp.sum(x * t), jnp.float32(x.shape[0]))
+
+
+def listed(params):
+    layers = [jax.tree.map(lambda x, i=i: x[i], params) for i in range(len(params["bias"]))]
+    layers[-1]["kernel"] = layers[-1]["kernel"].T
+    return layers
+
+
+def stacked(layers):
+    layers[-1]["kernel"] = layers[-1]["kernel"].T
+    return jax.tree.map(lambda *own: np.stack(own), *layers)
+
+
+def exact_step(devices, stage, form="scanned", **settings):
     mesh = mesh_of(data=devices)
     settings = {"precision": FP8, "remat": "block", **settings}
     zero = zero_jax.Zero(mesh, stage, **settings)
-    params = zero.shard(exact_params())
+    params = zero.shard(listed(exact_params()) if form == "listed" else exact_params())
     tx = zero.optimizer(optax.sgd(0.25))
-    step = zero.train_step(exact_loss, tx)
+    losses = {"scanned": exact_loss, "sliced": sliced_loss, "listed": listed_loss}
+    step = zero.train_step(losses[form], tx)
     params, _, _ = step(params, tx.init(params), zero_jax.global_batch(mesh, exact_batch()))
-    return jax.tree.map(np.asarray, zero.unshard(params))
+    found = jax.tree.map(np.asarray, zero.unshard(params))
+    return stacked(found) if form == "listed" else found
 
 
 def by_hand():
@@ -106,6 +136,9 @@ def test_step_on_one_device_is_the_one_by_hand(one_device):
         (2, 2, {"remat": "none"}),
         (2, 3, {"remat": "none", "grad_accum_steps": 3}),
         (8, 3, {"remat": "dots"}),
+        (3, 3, {"form": "sliced"}),
+        (4, 3, {"form": "listed"}),
+        (2, 2, {"form": "listed", "remat": "none"}),
     ],
 )
 def test_parameters_are_the_same_bits_for_every_number_of_devices_and_stage(

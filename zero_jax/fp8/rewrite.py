@@ -283,14 +283,20 @@ def _parts(eqn: jex.JaxprEqn, weight: _Weight) -> list[_Value] | None:
     if weight.array.ndim < 2 or weight.places != tuple(range(-weight.array.ndim, 0)):
         return None
     if name == "unstack" and params["axis"] == 0:
-        return [jax.tree.map(lambda x, i=i: x[i], weight) for i in range(weight.array.shape[0])]
+        return [_element(weight, i) for i in range(weight.array.shape[0])]
     if name == "squeeze" and tuple(params["dimensions"]) == (0,):
-        return [jax.tree.map(lambda x: x[0], weight)]
+        return [_element(weight, 0)]
     if name == "slice" and jaxprs.takes_elements(eqn):
-        start, stop, stride = params["start_indices"], params["limit_indices"], params["strides"]
-        which = slice(start[0], stop[0], stride and stride[0])
-        return [dataclasses.replace(jax.tree.map(lambda x: x[which], weight), sliced=True)]
+        stride = params["strides"][0] if params["strides"] else 1
+        which = params["start_indices"][0], params["limit_indices"][0], stride
+        part = jax.tree.map(lambda x: jax.lax.slice_in_dim(x, *which), weight)
+        return [dataclasses.replace(part, sliced=True)]
     return None
+
+
+def _element(weight: _Weight, at: int) -> _Weight:
+    element: _Weight = jax.tree.map(lambda x: jax.lax.index_in_dim(x, at, keepdims=False), weight)
+    return element
 
 
 def _form(eqn: jex.JaxprEqn, at: int, by_row: bool) -> Form:
@@ -304,6 +310,6 @@ def _form(eqn: jex.JaxprEqn, at: int, by_row: bool) -> Form:
         own[:] = [c or next(letters) for c in own]
     shared = [named[0][i] for i in batch[0]]
     free = [c for i, own in enumerate(named) for c in own if c not in named[1 - i]]
-    words = ["".join(own) for own in named]
-    dtype = jaxprs.dtype_of(eqn.outvars[0])
-    return Form(words[1 - at], words[at], "".join([*shared, *free]), at == 1, by_row, dtype)
+    operands = ["".join(own) for own in named]
+    out, dtype = "".join([*shared, *free]), jaxprs.dtype_of(eqn.outvars[0])
+    return Form(operands[1 - at], operands[at], out, at == 1, by_row, dtype)
