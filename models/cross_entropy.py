@@ -51,8 +51,7 @@ def _token_losses(
     """Returns one chunk's losses (K,), log-probabilities (K, V) in fp32, and where labels hit."""
     logits_KxV = jnp.einsum("kd,vd->kv", x_KxD, embed_VxD, preferred_element_type=jnp.float32)
     logits_KxV = nn.with_logical_constraint(logits_KxV, (None, "vocab"))
-    logits_KxV -= jnp.max(logits_KxV, axis=1, keepdims=True)
-    logsum_K = jnp.log(jnp.sum(jnp.exp(logits_KxV), axis=1))
+    logsum_K = _logsumexp(logits_KxV)
     # A label that is none would cost nothing, and train on nothing. NaN here, in one number a
     # token, it is in all that is made of it.
     known_K = (labels_K >= 0) & (labels_K < embed_VxD.shape[0])
@@ -61,6 +60,38 @@ def _token_losses(
     hit_KxV = labels_K[:, None] == jnp.arange(embed_VxD.shape[0])
     losses_K = logsum_K - jnp.sum(jnp.where(hit_KxV, logits_KxV, 0.0), axis=1)
     return losses_K, logits_KxV - logsum_K[:, None], hit_KxV
+
+
+@jax.custom_jvp
+def _logsumexp(x_KxV: jax.Array) -> jax.Array:
+    """Returns log(sum(exp(x))) of each row, (K,), in one pass over x.
+
+    Each part of a row has a maximum and the sum of exp(x - maximum). Parts are joined as in Milakov
+    and Gimelshein, Online normalizer calculation for softmax, arXiv:1805.02867.
+    """
+    Part = tuple[jax.Array, jax.Array]
+
+    def joined(a: Part, b: Part) -> Part:
+        (max_a, sum_a), (max_b, sum_b) = a, b
+        smaller = jnp.exp(-jnp.abs(max_a - max_b))
+        total = jnp.where(max_a > max_b, sum_a + smaller * sum_b, sum_b + smaller * sum_a)
+        return jnp.maximum(max_a, max_b), total
+
+    # Finite, since the difference of two infinities is NaN.
+    least = jnp.asarray(jnp.finfo(x_KxV.dtype).min, x_KxV.dtype)
+    start = least, jnp.zeros_like(least)
+    max_K, sum_K = jax.lax.reduce((x_KxV, jnp.ones_like(x_KxV)), start, joined, (1,))
+    return max_K + jnp.log(sum_K)
+
+
+# For second derivatives: JAX has no derivative of this `reduce`.
+@_logsumexp.defjvp
+def _logsumexp_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    (x_KxV,), (dx_KxV,) = primals, tangents
+    out_K = _logsumexp(x_KxV)
+    return out_K, jnp.sum(jnp.exp(x_KxV - out_K[:, None]) * dx_KxV, axis=1)
 
 
 @jax.custom_vjp

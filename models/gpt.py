@@ -35,6 +35,7 @@ from .gpt_config import flops_per_token as flops_per_token
 from .gpt_config import num_params as num_params
 from .gpt_config import preset as preset
 from .next_token import loss as loss
+from .norms import LayerNorm
 from .token_chunks import in_chunks
 
 _Arrays = TypeVar("_Arrays", bound=tuple[Any, ...])
@@ -56,10 +57,6 @@ def _linear(
     kernel_init = named(nnx.initializers.normal(stddev), *names)
     bias_init = named(nnx.initializers.zeros, names[1])
     return nnx.Linear(inputs, outputs, kernel_init=kernel_init, bias_init=bias_init, rngs=rngs)
-
-
-def layer_norm(width: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return nnx.LayerNorm(width, epsilon=1e-5, use_fast_variance=False, rngs=rngs)
 
 
 def _dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
@@ -138,9 +135,9 @@ class Block(nnx.Module):
         # Two branches a layer add to the residual stream, whose variance this keeps near 1.
         out_stddev = 0.02 / (2 * config.layers) ** 0.5
         self.rate, self.mlp_chunk = config.dropout, config.mlp_chunk
-        self.ln1 = layer_norm(config.width, rngs)
+        self.ln1 = LayerNorm(config.width, rngs)
         self.attn = Attention(config, out_stddev, rngs, attention_fn)
-        self.ln2 = layer_norm(config.width, rngs)
+        self.ln2 = LayerNorm(config.width, rngs)
         self.mlp = MLP(config, out_stddev, rngs)
 
     def __call__(
@@ -175,7 +172,7 @@ class GPT(nnx.Module):
         self.wte = _embed(config.vocab, config.width, "vocab", rngs)
         self.wpe = _embed(config.seq, config.width, "positions", rngs)
         self.blocks = stacked(rngs)
-        self.ln_f = layer_norm(config.width, rngs)
+        self.ln_f = LayerNorm(config.width, rngs)
 
     @property
     def head_VxD(self) -> jax.Array:

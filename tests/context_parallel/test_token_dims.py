@@ -345,6 +345,10 @@ def recurrent(state, x):
     return (jnp.tanh(state + x),) * 2
 
 
+def halved(a, b):
+    return (a + b) / 2
+
+
 def swaps(sums, x):
     return (sums[1], sums[0] + x), None
 
@@ -401,6 +405,7 @@ MIXED = {
     "any": (lambda p, x: softly(x * jnp.any(x > 0)), "or " + TOKENS),
     "batch norm": (lambda p, x: softly(x - x.mean((0, 1))), SUM),
     "variance": (lambda p, x: softly(x / x.std((0, 1))), SUM),
+    "reduce": (lambda p, x: softly(jax.lax.reduce(x, 0.0, halved, (1,))), "reduce " + TOKENS),
     "argmax": (lambda p, x: softly(jnp.argmax(x, 1)), "argmax " + TOKENS),
     "dynamic slice": (lambda p, x: softly(jax.lax.dynamic_slice_in_dim(x, 1, 2, axis=1)), TOKENS),
     "lookup": (lambda p, x: softly(jnp.take(x, jnp.array([0, 1, 1]), axis=1)), "gather " + TOKENS),

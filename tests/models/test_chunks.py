@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from problems import ulps
 
-from zero_jax.models.cross_entropy import chunked_cross_entropy
+from zero_jax.models.cross_entropy import _logsumexp, chunked_cross_entropy
 
 M, D, V = 26, 16, 61
 ARGNUMS = (0, 1, 3)  # hidden states, embedding and weights
@@ -119,3 +119,29 @@ def test_a_label_that_is_no_token_makes_the_loss_and_its_gradient_nan():
         value, grads = chunked(*arrays, 7)
         assert jnp.isnan(value) and jnp.isnan(chunked_sum(*arrays, 7))
         assert jnp.isnan(grads[0][-1]).all() and jnp.isfinite(grads[0][:-1]).all()
+
+
+def test_second_derivatives_are_those_of_the_plain_loss():
+    """Sums of the squares of gradients, differentiated again; a wrong term is 10 % or more."""
+    x, embed, labels, weights = batch(weights=FRACTIONS)
+
+    def again(f):
+        of = lambda x, embed: f(x, embed, labels, weights)  # noqa: E731
+        squares = lambda *args: sum(jnp.sum(g**2) for g in jax.grad(of, (0, 1))(*args))  # noqa: E731
+        return jax.grad(squares, (0, 1))(x, embed)
+
+    whole = lambda *arrays: plain.__wrapped__(*arrays)[0]  # noqa: E731
+    found, expected = again(lambda *arrays: chunked_sum(*arrays, 7)), again(whole)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+
+
+def test_logsumexp_in_one_pass_is_that_of_float64_also_with_infinities():
+    x = 40 * jax.random.normal(jax.random.key(0), (6, 1000))
+    x = x.at[1, :500].set(-jnp.inf).at[2].add(3e38).at[3].add(-3e38).at[4, 7].set(jnp.nan)
+    wide = np.asarray(x[:4], np.float64)
+    most = wide.max(1)
+    expected = most + np.log(np.exp(wide - most[:, None]).sum(1))
+    found = jax.jit(_logsumexp)(x)
+    np.testing.assert_allclose(found[:4], expected, rtol=1e-6)
+    assert jnp.isnan(found[4]) and not jnp.isnan(found[5])

@@ -10,7 +10,8 @@ import zero_jax
 from zero_jax.commands import plan as command
 from zero_jax.commands.case import Case
 from zero_jax.models import families, gpt
-from zero_jax.plan.auto import of_config, search
+from zero_jax.plan.auto import TIE, Candidate, of_config, search
+from zero_jax.remat.policies import POLICIES
 
 pytestmark = pytest.mark.compile
 BF16 = zero_jax.Precision("bf16", reduce_dtype="bf16")
@@ -122,3 +123,20 @@ def test_auto_with_host_memory_picks_what_a_search_over_all_h100_programs_picks(
         picked.add(choice.chosen.candidate)
     assert len(tried) == len(limits) == 8 and len(picked) >= 4
     assert any(c.offload.optimizer for c in picked) and any("host" in c.remat for c in picked)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_the_fastest_remat_is_chosen_where_all_policies_fit(devices):
+    config = gpt.GPTConfig(layers=4, width=256, heads=4, vocab=512)
+    zero = zero_jax.Zero(zero_jax.abstract_mesh(devices), 3, precision=BF16)
+
+    @functools.cache
+    def plan(candidate, compile):
+        case = Case(config, zero.replace(remat=candidate.remat), "adamw", 8 * devices)
+        return case.plan(3, target="h200" if compile else None)
+
+    tried = [Candidate(3, 1, remat) for remat in POLICIES]
+    chosen = search(tried, plan, 100e9, report=lambda _: None).chosen.candidate
+    seconds = {own.remat: plan(own, True).time.seconds for own in tried}
+    assert seconds[chosen.remat] <= (1 + TIE) * min(seconds.values())
+    assert max(seconds.values()) > 1.1 * min(seconds.values()), "or this shows little"

@@ -106,6 +106,7 @@ class Operations(Forward[TokenFact]):
             "dynamic_slice": self._dynamic_slice,
             "dynamic_update_slice": self._dynamic_update_slice,
             "gather": self._gather,
+            "reduce": self._reduce,
             "reduce_sum": self._reduce_sum,
             "dot_general": self._product,
             "conv_general_dilated": self._convolution,
@@ -414,6 +415,14 @@ class Operations(Forward[TokenFact]):
             fact = _scaled(eqn, moved, fact)
         fact = fact._replace(zeros=_zero_padding("mul", moved))
         return [self._summed(eqn, fact, range(len(out), len(shape)), shape)]
+
+    def _reduce(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
+        """A reduction of arrays of one shape by some function."""
+        count, shape, dims = len(eqn.outvars), shape_of(eqn.invars[0]), eqn.params["dimensions"]
+        self.numbers += [(fact.number, self._around) for fact in values if fact.number is not None]
+        fact = self._combined(eqn, values[:count], [shape] * count)
+        fact = token_facts.acting_along(eqn, fact, dims)
+        return [token_facts.without_dims(fact, dims, len(shape))] * count
 
     def _reduce_sum(self, eqn: jex.JaxprEqn, values: list[TokenFact]) -> Sequence[TokenFact]:
         return [self._summed(eqn, values[0], eqn.params["axes"], shape_of(eqn.invars[0]))]

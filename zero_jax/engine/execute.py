@@ -112,7 +112,8 @@ class _Running:
             self._flush()
             values = [equations.read(self._env, a) for a in eqn.invars]
             heads = self._heads_of(at)
-            how = dataclasses.replace(self._how, keep_last=at == self._positions.last)
+            last, unroll = at == self._positions.last, at in self._positions.scans
+            how = dataclasses.replace(self._how, keep_last=last, unroll=unroll)
             made = run_equation(eqn, values, how, heads.params)
             self._env.update(zip(eqn.outvars, made, strict=False))
             if len(made) > len(eqn.outvars):

@@ -82,6 +82,7 @@ class ExplicitLayers:
       results: What is read after the last.
       how: How equations are run.
       loop: Positions of layers that a loop runs: scanned ones, of one block.
+      unroll: True if no loop runs them in a pass that is differentiated.
       stacks: Inputs and results that are stacks of those of the layers.
       moved: Returns the values with a gradient in each layer of a scan, given the inputs and the
         arrays of shards that have one.
@@ -94,6 +95,7 @@ class ExplicitLayers:
     results: Sequence[int]
     how: How
     loop: range = range(0)
+    unroll: bool = False
     stacks: frozenset[int] = frozenset()
     moved: Callable[[set[int], Sequence[Sequence[bool]]], set[int]] | None = None
 
@@ -107,6 +109,10 @@ class ExplicitLayers:
         wrapped = jax.custom_vjp(self._primal)
         wrapped.defvjp(self._forward, self._backward, symbolic_zeros=True)
         return wrapped(list(arrays), shards)
+
+    @property
+    def _differentiated(self) -> "ExplicitLayers":
+        return dataclasses.replace(self, loop=range(0)) if self.unroll else self
 
     @property
     def nodes(self) -> list[LayerNode]:
@@ -125,7 +131,7 @@ class ExplicitLayers:
         )
         if self.moved is not None:
             moved = self.moved(moved, moving[0])
-        passes = _Forward(self, shards, (moved, moving))
+        passes = _Forward(self._differentiated, shards, (moved, moving))
         outs = passes.run(arrays)
         saved = {n for link in self.links for n in link.reads}
         saved -= {link.reads[at] for link in self.links for at in link.saves}
@@ -135,7 +141,8 @@ class ExplicitLayers:
 
     def _backward(self, residuals: Any, cotangents: Any) -> tuple[list[Any], list[Any]]:
         static, *arrays = residuals
-        return _Backward(self, *static.value, *arrays).run(list(map(known, cotangents)))
+        passes = _Backward(self._differentiated, *static.value, *arrays)
+        return passes.run(list(map(known, cotangents)))
 
     def shards_of(
         self, shards: Sequence[Any], link: LayerNode, i: Any, which: Container[int]
@@ -148,7 +155,7 @@ class ExplicitLayers:
 
     def params(self, shards: Sequence[Any], link: LayerNode, i: Any, gathered: Arrays) -> list[Any]:
         """Returns the parameters of a layer, given those that were gathered ahead."""
-        own = {*range(len(gathered))} - link.block.remote
+        own = {at for at, x in enumerate(gathered) if x is None} - link.block.remote
         made = link.block.gather(self.shards_of(shards, link, i, own))
         return [b if a is None else a for a, b in zip(gathered, made, strict=True)]
 
@@ -292,6 +299,10 @@ class _Forward:
           `following`, available when the layer's inputs are; its parameters; its results; what is
           saved.
         """
+        if self.layers.unroll and self.moves is not None:
+            # A slice of a stack that is made after the barrier is fused into the operation that
+            # reads it, and XLA does not make that operation part of a matmul then.
+            params = self.layers.params(self.shards, link, i, params)
         if link.ordered:
             own = {n: env[n] for n in link.ordered}
             following, params, own = together((following, params, own))

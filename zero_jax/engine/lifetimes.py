@@ -6,7 +6,7 @@ Source: ZeRO (arXiv:1910.02054), sections 5 and 7.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from zero_jax.sharding.layout import Partition
@@ -101,6 +101,7 @@ class Layers:
       scanned: True if a loop runs them.
       policy: Their remat policy; a `jax.checkpoint` of the model has its own.
       fallback: Why the explicit passes of `layers.py` do not run them, or "".
+      unrolled: True if the program has each layer of a scan, see `scans.unrolls`.
       fp8_elements: Elements among those that are gathered as codes in fp8.
     """
 
@@ -109,6 +110,7 @@ class Layers:
     scanned: bool
     policy: str
     fallback: str = ""
+    unrolled: bool = False
     fp8_elements: int = 0
 
 
@@ -118,6 +120,7 @@ class Positions:
 
     Attributes:
       unrolled: For each run of unrolled layers, the equations of each layer.
+      scans: Scans whose layers are unrolled, see `scans.unrolls`.
       last: The first equation of the last layers, -1 if there are none.
       heads: For the last equation of layers, the parameters that are gathered during the last of
         them, by their positions among the inputs.
@@ -126,3 +129,4 @@ class Positions:
     unrolled: Sequence[Sequence[Sequence[int]]] = ()
     last: int = -1
     heads: Mapping[int, Sequence[int]] = dataclasses.field(default_factory=dict)
+    scans: Container[int] = ()

@@ -11,15 +11,8 @@ import jax.numpy as jnp
 
 from zero_jax.collectives import gather_scatter
 from zero_jax.collectives.gather_scatter import Wire
-from zero_jax.engine.lifetimes import (
-    STEP,
-    TOUCH,
-    Layers,
-    Leaf,
-    Lifetime,
-    Positions,
-)
-from zero_jax.engine.scans import fallback
+from zero_jax.engine.lifetimes import STEP, TOUCH, Layers, Leaf, Lifetime, Positions
+from zero_jax.engine.scans import fallback, unrolls
 from zero_jax.engine.unrolled import NOT_PREFETCHED
 from zero_jax.remat import policies
 from zero_jax.remat.policies import Remat, of_jax
@@ -79,9 +72,8 @@ class Reading:
         self._policy, self._cuts, self._bucket_bytes = policy, cuts, bucket_bytes
         self._stand_ins = stand_ins
         self._reads: list[_Read] = []
-        # For each layer: the number of such layers, whether they are scanned, the policy, and why
-        # they are not prefetched.
-        self._found: list[tuple[int, bool, str, str]] = []
+        self._found: list[Layers] = []  # without the number of elements
+        self._scans: set[int] = set()  # those that are unrolled
         # The current equation of the loss, those at which layers begin, and at which prefetched
         # layers with matmuls end.
         self._jaxpr, self._at, self._starts, self._loops = jaxpr, 0, [-1], list[int]()
@@ -108,8 +100,10 @@ class Reading:
     def layers(self) -> list[Layers]:
         """The layers of the loss; equal ones are one entry."""
         known = [
-            Layers(count, self._elements(at), scanned, policy, why, self._elements(at, fp8=True))
-            for at, (count, scanned, policy, why) in enumerate(self._found)
+            dataclasses.replace(
+                layers, elements=self._elements(at), fp8_elements=self._elements(at, fp8=True)
+            )
+            for at, layers in enumerate(self._found)
         ]
         return list(dict.fromkeys(known))
 
@@ -146,7 +140,7 @@ class Reading:
             if size <= left.setdefault(layers, self._bucket_bytes):
                 left[layers] -= size
                 heads.setdefault(layers, []).append(at)
-        return Positions(self._unrolled, max(self._starts), heads)
+        return Positions(self._unrolled, max(self._starts), heads, self._scans)
 
     def _leaf(self, at: int, path: str, frozen: bool, life: Lifetime, wire: Wire) -> Leaf:
         reads = [r for r in self._reads if r.form.leaf == at]
@@ -173,8 +167,15 @@ class Reading:
         reads = (r.at for r in self._reads if r.form.leaf == leaf and r.layer is None)
         return max(reads, default=-1)
 
-    def _layer(self, count: int, scanned: bool, policy: Remat, fallback: str = "") -> int:
-        self._found.append((count, scanned, str(policy), fallback))
+    def _layer(
+        self,
+        count: int,
+        scanned: bool,
+        policy: Remat,
+        fallback: str = "",
+        unrolled: bool = False,
+    ) -> int:
+        self._found.append(Layers(count, 0, scanned, str(policy), fallback, unrolled))
         return len(self._found) - 1
 
     def _walk(
@@ -240,7 +241,11 @@ class Reading:
                 self._starts.append(self._at)
             if layer is None:
                 reason = fallback(body, sliced, policy, self._bucket_bytes)
-                layer = self._layer(eqn.params["length"], True, policy, reason)
+                length = eqn.params["length"]
+                unrolled = loops == 0 and not reason and unrolls(body, length, policy)
+                if unrolled:
+                    self._scans.add(self._at)
+                layer = self._layer(length, True, policy, reason, unrolled)
                 some = eqn.params["length"] and any(equations.products(body))
                 if loops == 0 and not reason and some:
                     self._loops.append(self._at)

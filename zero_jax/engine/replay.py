@@ -35,6 +35,7 @@ class How:
         itself.
       outside: True if the gradients are differentiated again, see `outside.py`.
       keep_last: True if the last layer may stay gathered between the passes, see `layers.py`.
+      unroll: True if the layers of a scan are unrolled, see `scans.unrolls`.
     """
 
     evaluate: Callable[..., list[Any]]
@@ -44,6 +45,7 @@ class How:
     once: GatherOnce | None = None
     outside: bool = False
     keep_last: bool = False
+    unroll: bool = False
 
 
 def replay(

@@ -10,6 +10,7 @@ import jax
 import jax.extend.core as jex
 
 from zero_jax.collectives.barriers import Arrays
+from zero_jax.context_parallel.cudnn import kernel_target
 from zero_jax.engine.compiler import MOST_BUCKETS
 from zero_jax.engine.layer_block import Block, stopped
 from zero_jax.engine.layers import UNROLL, ExplicitLayers, LayerNode, heads_of
@@ -21,6 +22,10 @@ from zero_jax.tracing import jaxpr as equations
 from zero_jax.tracing import layer_detection
 from zero_jax.tracing.dataflow import HasGradient, read_inputs
 from zero_jax.tracing.forms import Form
+
+# Layers of a scan are unrolled if all of them together have at most this many equations; each adds
+# about 10 ms to the time of compilation.
+MOST_EQUATIONS = 2000
 
 
 def fallback(
@@ -42,6 +47,23 @@ def fallback(
     if sum(sizes.values()) > MOST_BUCKETS * bucket_bytes:
         return f"not prefetched: a layer is larger than {MOST_BUCKETS} buckets"
     return ""
+
+
+def unrolls(jaxpr: jex.Jaxpr, length: int, policy: Remat) -> bool:
+    """Returns whether the layers of a scan are unrolled where the scan is differentiated.
+
+    The backward pass of a loop reads what it needs from stacks, which XLA for GPUs fills with zeros
+    and then with the values. A policy that saves more than the input of a layer pays for that.
+
+    Args:
+      jaxpr: The body of a scan without a `fallback`.
+      length: The number of layers.
+      policy: The remat policy.
+    """
+    if policy.kind in ("block", "block_sqrt") or any(place.host for place in policy.places):
+        return False
+    small = length * len(list(equations.nested(jaxpr))) <= MOST_EQUATIONS
+    return small and kernel_target().platform == "gpu"
 
 
 class LayerScan:
@@ -140,6 +162,7 @@ class LayerScan:
             results=makes,
             how=self._how,
             loop=range(1, 1 + looped) if looped else range(0),
+            unroll=self._how.unroll,
             stacks=frozenset([*inputs[consts + carried :], *makes[carried:]]),
             moved=lambda inputs, shards: self._moved(block, inputs, shards),
         )

@@ -26,7 +26,7 @@ KERNELS |= {"sort", "cumsum", "top_k", "device_put", "rng_bit_generator"}
 KERNELS |= {"pallas_call", "ffi_call"}
 # Their results have a buffer; their operands are fused into them. Every operation not named here,
 # above or among views is fused.
-_REDUCTIONS = jaxprs.REDUCTIONS | {"argmax", "argmin", "gather", "cond", LOOP, LOOP_END}
+_REDUCTIONS = jaxprs.REDUCTIONS | {"reduce", "argmax", "argmin", "gather", "cond", LOOP, LOOP_END}
 _UNFUSED = KERNELS | _REDUCTIONS
 # XLA for CPUs computes these once, not in every operation that reads them.
 _EXPENSIVE = {"exp", "log", "tanh", "logistic", "erf", "pow", "div", "sqrt", "rsqrt"}

@@ -14,6 +14,7 @@ from zero_jax.sharding.mesh import MODEL
 
 _WORD_BYTES = 2  # as the paper counts: bf16 or fp16
 _MUCH = 0.25  # of a step
+_UNROLLED = "unrolled: its stacks of saved activations would be zeroed, filled and read"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +262,7 @@ def format_layers(plan: Plan) -> str:
         return "layers: none found, so remat has no effect"
     found = [
         f"{x.count} {'scanned' if x.scanned else 'unrolled'} of {x.elements:,} parameters, remat "
-        f"{x.policy}" + (f" ({x.fallback})" if x.fallback else "")
+        f"{x.policy}" + (f" ({said})" if (said := x.fallback or _UNROLLED * x.unrolled) else "")
         for x in plan.layers
     ]
     return "layers: " + "; ".join(found) + _fp8_params(plan)

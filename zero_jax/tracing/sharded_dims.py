@@ -121,6 +121,7 @@ _RULES: dict[str, Callable[[jex.JaxprEqn, int], Dim]] = {
         (*REDUCTIONS, "argmax", "argmin"),
         lambda eqn, dim: _without(eqn.params["axes"], dim),
     ),
+    "reduce": lambda eqn, dim: _without(eqn.params["dimensions"], dim),
     **dict.fromkeys(("slice", "dynamic_slice", "pad", "split", "rev", "concatenate"), _as_long),
     **dict.fromkeys(
         ("scatter", "scatter-add", "dynamic_update_slice", "all_gather", "reduce_scatter", "psum"),
