@@ -23,8 +23,9 @@ from zero_jax.tracing import layer_detection
 from zero_jax.tracing.dataflow import HasGradient, read_inputs
 from zero_jax.tracing.forms import Form
 
-# Layers of a scan are unrolled if all of them together have at most this many equations; each adds
-# about 10 ms to the time of compilation.
+# Layers of a scan are unrolled if all of them together have at most this many equations. XLA for an
+# H200 compiles 12 layers of 124m (876 equations) in 0.9 to 1.2 times the CPU time of a loop, and 24
+# layers in 1.3 times for 8 devices and 2.2 times for one (jax 0.12.0.1, remat "none").
 MOST_EQUATIONS = 2000
 
 
