@@ -79,8 +79,7 @@ def _config(layers: int, width: int, heads: int, loss_chunk: int = 1024) -> GPTC
 PRESETS: dict[str, GPTConfig] = {
     "nano": GPTConfig(layers=4, width=128, heads=4, vocab=256, seq=64),
     # Each chunk reads the embedding and adds to its gradient. Chunks of 2048 tokens move 6 % fewer
-    # bytes per step than chunks of 1024, in 0.3 GB more (16 rows of 1024 tokens, compiled for an
-    # H200).
+    # bytes per step than chunks of 1024, in 0.3 GB more (16 rows of 1024 tokens, for an H200).
     "124m": _config(12, 768, 12, loss_chunk=2048),
     "1.5b": _config(48, 1600, 25),
     "7.5b": _config(36, 4096, 32),

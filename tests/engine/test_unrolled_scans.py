@@ -131,3 +131,4 @@ def test_fewer_bytes_are_moved_and_held(remat, devices, most, monkeypatch):
     assert unrolled.time.traffic_bytes < most * looped.time.traffic_bytes
     assert unrolled.total_bytes < 1.02 * looped.total_bytes
     assert unrolled.compiled.flops == looped.compiled.flops
+    assert unrolled.elements_per_param == looped.elements_per_param, "gathers are not merged"
