@@ -215,6 +215,8 @@ class Zero(Config):
     def evaluate(self, loss_fn: grads.LossFn, *, has_aux: bool = False) -> Callable[..., PyTree]:
         """Returns a function for the global loss without gradients, for held-out data.
 
+        Products are in the compute dtype: a `matmul_dtype` is for training alone.
+
         Args:
           loss_fn: See `value_and_grad`.
           has_aux: See `value_and_grad`.
@@ -223,7 +225,7 @@ class Zero(Config):
           A jitted function of `(params, batch, *extras)` that returns (loss, weight), or
           ((loss, aux), weight): the global weighted mean and the global weight.
         """
-        loss = grads.GlobalLoss(self.resolved, loss_fn, has_aux)
+        loss = grads.GlobalLoss(self.resolved.without_fp8(), loss_fn, has_aux)
 
         def evaluate(params: PyTree, batch: PyTree, *extras: PyTree) -> PyTree:
             out = loss.value(params, batch, extras)

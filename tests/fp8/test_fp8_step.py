@@ -263,6 +263,40 @@ def test_step_with_a_number_that_is_not_finite_is_skipped():
         jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, params))
 
 
+def test_loss_is_differentiated_from_outside_and_gradients_are_not():
+    zero = zero_jax.Zero(mesh_of(data=2), 3, precision=FP8, remat="block")
+    params, (x, t) = zero.shard(exact_params()), exact_batch()
+    of_loss = zero.value_and_grad(exact_loss)
+    # The gradient of a mean over rows, each row alone.
+    found = jax.grad(lambda x: of_loss(params, (x, t))[0])(x)
+    own = zero.evaluate(exact_loss)
+    expected = jax.grad(lambda x: own(params, (x, t))[0])(x)
+    # An evaluation rounds nothing to fp8.
+    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert 1e-4 < error < 0.1
+    assert np.abs(found).max() > 0
+    with pytest.raises(ValueError, match="matmul_dtype"):
+        jax.grad(lambda x: jnp.sum(of_loss(params, (x, t))[1]["kernel"]))(x)
+
+
+def test_matrices_that_stay_as_they_are_are_listed():
+    """A matrix that all iterations of a loop read is in no layer, but in products."""
+
+    def loss(params, batch):
+        x, t = batch
+        x, _ = jax.lax.scan(lambda x, _: (x @ params["shared"], None), x, None, length=2)
+        x, _ = jax.lax.scan(lambda x, w: (x @ w, None), x, params["kernel"])
+        return jnp.mean((x - t) ** 2)
+
+    params = {"kernel": exact_params(width=128)["kernel"], "shared": jnp.eye(128)}
+    precision = zero_jax.Precision("fp32", matmul_dtype="fp8")
+    zero = zero_jax.Zero(mesh_of(data=2), 3, precision=precision)
+    tx, shapes = zero.optimizer(optax.sgd(0.1)), zero.eval_shape(lambda: params)
+    plan = zero.plan(loss, tx, shapes, exact_batch(128))
+    assert plan.fp8_params == ("kernel",) and plan.not_fp8 == ("shared",)
+    assert "not in fp8: shared" in str(plan)
+
+
 def test_settings_that_fit_no_product_are_errors():
     zero = zero_jax.Zero(mesh_of(data=2), 3, precision=dataclasses.replace(FP8, fp8_params="bias"))
     params, tx = zero.eval_shape(exact_params), zero.optimizer(optax.sgd(0.1))

@@ -150,6 +150,30 @@ def test_product_with_a_result_in_fp32_is_left():
     assert [*rewrite.multiplied(closed, 1, jnp.bfloat16, traced)] == [0]
 
 
+def test_activations_that_several_loops_read_are_quantised_in_each():
+    """Codes made in the body of a loop do not exist outside of it."""
+    w, e, x = array(3, 16, 16), array(8, 16), array(8, 16)
+
+    def loss(w, e, x):
+        x, _ = jax.lax.scan(lambda x, own: (x + e @ own, None), x, w)
+        x, _ = jax.lax.scan(lambda x, own: (x + e @ own, None), x, w)
+        return x + e @ w[0]
+
+    closed = traced(loss, w, e, x)
+    found = rewrite.multiplied(closed, 1, jnp.float32, traced)
+    new = rewrite.in_fp8(closed, 1, found, traced, dtype=jnp.float32, by_row=False)
+    codes = quantise(w, E4M3, found[0].shared(False))
+    out = jaxprs.as_function(new)(w, *codes, e, x)[0]
+    w8 = np.asarray(codes[0], np.float64) * np.asarray(codes[1])
+    expected = x + rounded(e, E4M3, range(2)) @ (2 * w8.sum(0) + w8[0])
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_activations_without_rows_have_a_product():
+    w, x = array(16, 16), jnp.zeros((0, 16))
+    assert in_fp8(lambda w, x: x @ w, w, x)(w, x).shape == (0, 16)
+
+
 def test_function_with_its_own_gradient_reads_all_of_its_inputs_before_it_is_differentiated():
     """The stand-in of a matrix is not read forward, but its gradient is."""
     w, x = array(16, 16), array(4, 16)
@@ -164,5 +188,6 @@ def test_second_derivative_is_an_error():
     w, x = array(16, 16), array(4, 16)
     run = in_fp8(lambda w, x: jnp.tanh(x @ w), w, x)
     gradient = jax.grad(lambda x: run(w, x).sum())
+    jax.grad(lambda x: jnp.sum(x) + 0 * jax.lax.stop_gradient(gradient(x)).sum())(x)
     with pytest.raises(ValueError, match="matmul_dtype"):
         jax.grad(lambda x: gradient(x).sum())(x)

@@ -73,6 +73,7 @@ def test_a_file_becomes_what_is_expected_and_each_key_is_listed_once(name):
     precision = zero.config.precision
     assert (precision.compute, precision.reduce) == (expected.compute, expected.reduce)
     assert zero_jax.Precision(settings.compute_dtype, settings.reduce_dtype) == expected
+    assert {precision.matmul_dtype, settings.matmul_dtype} == {more.get("matmuls")}
     if "scale" in more:
         assert [precision.initial_scale, precision.growth_interval] == more["scale"]
     assert (settings.offload, str(zero.config.offload)) == (offload, offload or "none")

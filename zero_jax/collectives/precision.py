@@ -50,7 +50,8 @@ class Precision:
       reduce_dtype: Dtype of gradient sums over devices.
       matmul_dtype: Dtype of the operands of matrix products with the layers' parameters (default:
         `compute_dtype`). "fp8" multiplies them in 8-bit floats, forward and backward, with one
-        scale per tensor, "fp8_rowwise" with one per row; see `zero_jax.fp8`.
+        scale per tensor, "fp8_rowwise" with one per row; see `zero_jax.fp8`. Evaluations use
+        `compute_dtype`.
       fp8_params: Pattern searched in the paths of parameters, for those that are multiplied in fp8
         (default: matrices of layers with at least 128 inputs and outputs).
       param_comm_dtype: Dtype of sent parameters (default: `compute_dtype`). "int8" sends matrices

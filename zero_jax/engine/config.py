@@ -190,8 +190,9 @@ class Config:
                 "`skip_nonfinite`=False: fp16 skips steps to lower its loss scale. Use bf16"
             )
         if self.precision.matmul_dtype and meshes.on_gpu(self.mesh):
-            version = getattr(self.mesh.local_devices[0], "compute_capability", "9.0")
-            if tuple(map(int, str(version).split("."))) < (8, 9):
+            version = str(getattr(self.mesh.local_devices[0], "compute_capability", ""))
+            numbers = version.split(".")
+            if all(map(str.isdecimal, numbers)) and tuple(map(int, numbers)) < (8, 9):
                 raise ValueError(
                     f"`matmul_dtype`={self.precision.matmul_dtype!r} on GPUs of compute capability "
                     f"{version}: 8.9 or later is required. Leave `matmul_dtype` out"
@@ -219,6 +220,15 @@ class Config:
         return dataclasses.replace(
             self, stage=stage, precision=precision, secondary_shards=secondary_shards
         )
+
+    def without_fp8(self) -> Self:
+        """Returns the same settings with products in the compute dtype."""
+        known = self.precision
+        sent = None if known.param_comm_dtype == "fp8" else known.param_comm_dtype
+        plain = dataclasses.replace(
+            known, matmul_dtype=None, fp8_params=None, param_comm_dtype=sent
+        )
+        return dataclasses.replace(self, precision=plain)
 
     @property
     def shards(self) -> int:

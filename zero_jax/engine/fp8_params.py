@@ -6,7 +6,8 @@ same bits for every N and every stage. Each device encodes its shard, and codes 
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.extend.core as jex
@@ -42,48 +43,75 @@ class Fp8Param:
 def chosen(
     closed: jex.ClosedJaxpr,
     paths_of: Sequence[str],
-    in_layers: Sequence[bool],
+    leaves: Sequence[Leaf],
     precision: Precision,
     stage: rewrite.Stage,
-) -> dict[int, rewrite.Dims]:
-    """Returns the parameters that are multiplied in fp8, by position, and their dims.
+) -> tuple[dict[int, rewrite.Dims], list[str]]:
+    """Chooses the parameters that are multiplied in fp8.
 
     Args:
       closed: The loss, with inlined calls. Its first inputs are the parameters.
       paths_of: The path of each parameter.
-      in_layers: For each parameter, True if layers alone read it.
+      leaves: The plan of each parameter.
       precision: The settings.
       stage: Traces a function.
+
+    Returns:
+      The dims of those that are, by position; the paths of other matrices in products or layers.
 
     Raises:
       ValueError: None can be, or one that a pattern chooses cannot.
     """
     found = rewrite.multiplied(closed, len(paths_of), precision.compute, stage)
-    if precision.fp8_params is None:
+    if precision.fp8_params is not None:
+        named = _named(found, paths_of, precision)
+    else:
         shapes = list(map(shape_of, closed.jaxpr.invars))
-        able = {
-            at: dims
+        named = [
+            at
             for at, dims in found.items()
-            if in_layers[at] and rewrite.is_large(shapes[at], dims)
-        }
-        if not able:
-            raise ValueError(
-                f"`matmul_dtype`={precision.matmul_dtype!r}: no parameter of a layer is read in "
-                f"matrix products in {precision.compute_dtype} alone, with at least "
-                f"{rewrite.LEAST} inputs and outputs, multiples of {rewrite.ALIGNED}. Choose "
-                "smaller ones by `fp8_params`, or leave `matmul_dtype` out"
-            )
-        return able
+            if leaves[at].in_layer and rewrite.is_large(shapes[at], dims)
+        ]
+    if not named:
+        raise ValueError(
+            f"`matmul_dtype`={precision.matmul_dtype!r}: no matrix of a layer has at least "
+            f"{rewrite.LEAST} inputs and outputs, multiples of {rewrite.ALIGNED}, and is read "
+            f"in products in {precision.compute_dtype} alone. Choose others by `fp8_params`, "
+            f"of {_listed(found, paths_of)}, or leave `matmul_dtype` out"
+        )
+    others = [
+        path
+        for at, (path, leaf) in enumerate(zip(paths_of, leaves, strict=True))
+        if at not in named and (at in found or (leaf.in_layer and _is_matrix(leaf.cut)))
+    ]
+    return {at: found[at] for at in named}, others
+
+
+def _named(
+    found: Mapping[int, rewrite.Dims], paths_of: Sequence[str], precision: Precision
+) -> list[int]:
+    """Returns the parameters that `fp8_params` chooses."""
+    assert precision.fp8_params is not None
     hits = paths.matches(precision.fp8_params, paths_of, "fp8_params")
     named = list(itertools.compress(range(len(hits)), hits))
     for at in named:
         if at not in found:
-            known = ", ".join(paths_of[i] for i in found) or "none"
             raise ValueError(
                 f"`fp8_params`={precision.fp8_params!r}: {paths_of[at]!r} is not read in matrix "
-                f"products in {precision.compute_dtype} alone; those that are: {known}"
+                f"products in {precision.compute_dtype} alone, always along the same dims. "
+                f"Correct the pattern: those that are: {_listed(found, paths_of)}"
             )
-    return {at: found[at] for at in named}
+    return named
+
+
+def _is_matrix(cut: Partition) -> bool:
+    """Returns False for vectors, also those with several dims, as biases of attention heads."""
+    per_layer = cut.shape[len(cut.shape) - cut.layer_rank :]
+    return cut.layer_rank > 1 and math.prod(per_layer) >= rewrite.LEAST**2
+
+
+def _listed(found: Mapping[int, rewrite.Dims], paths_of: Sequence[str]) -> str:
+    return ", ".join(paths_of[at] for at in found) or "none"
 
 
 def scales_of(
@@ -114,9 +142,13 @@ def gather(shard: jax.Array, scale: jax.Array, cut: Partition, wire: Wire) -> ja
 
 
 def _over_devices(largest: Sequence[jax.Array], params: Sequence[Fp8Param]) -> list[jax.Array]:
-    """Returns the largest numbers over all devices: one all-reduce for all parameters."""
+    """Returns the largest numbers over all devices.
+
+    One all-reduce for all parameters that are sharded over the same mesh axes.
+    """
     full = [_placed(x, p.codes.cut, p.shared) for x, p in zip(largest, params, strict=True)]
-    for axes in {_axes(p.codes.cut) for p in params} - {()}:
+    # In the same order in every process.
+    for axes in filter(None, dict.fromkeys(_axes(p.codes.cut) for p in params)):
         mine = [i for i, p in enumerate(params) if _axes(p.codes.cut) == axes]
         flat = jax.lax.pmax(jnp.concatenate([full[i].reshape(-1) for i in mine]), axes)
         ends = list(itertools.accumulate(full[i].size for i in mine))

@@ -58,7 +58,7 @@ class Traced:
       leaves: The plan of each parameter.
       fp8: The parameters that are multiplied in fp8. Their codes and their scales are inputs too,
         after the parameters.
-      not_fp8: Paths of matrices of layers that are not, if others are.
+      not_fp8: Paths of other matrices that are in products or layers, if some are.
       layers: The layers found.
       positions: Where they are.
       weighted: True if the loss is a `Weighted`.
@@ -178,13 +178,13 @@ def trace(
             leaves = read.leaves(*known, life, settings.wire)
             return list(map(lifetimes.summed_by_jax, leaves)) if outside else leaves
 
-        products: dict[int, Dims] = {}
+        products, not_fp8 = dict[int, Dims](), list[str]()
         read = reading(found, products)
         if precision.matmul_dtype is not None:
-            inside = [leaf.in_layer for leaf in plans(read, products)]
-            products = fp8_params.chosen(found, names, inside, precision, stage)
-            own = len(names), products, stage
-            found = rewrite.in_fp8(found, *own, dtype=precision.compute, by_row=by_row)
+            own = names, plans(read, products), precision, stage
+            products, not_fp8 = fp8_params.chosen(found, *own)
+            given = len(names), products, stage
+            found = rewrite.in_fp8(found, *given, dtype=precision.compute, by_row=by_row)
             read = reading(found, products)
         planned = plans(read, products)
         leaves, codes = planned[: len(names)], planned[len(names) :]
@@ -197,11 +197,6 @@ def trace(
         if loops.found:
             looped = [names[at] for at in sorted(read.read_by("while")) if not frozen[at]]
             undifferentiable = ", ".join(looped) or "values derived from parameters"
-        not_fp8 = [
-            leaf.path
-            for leaf in leaves
-            if fp8 and leaf.in_layer and leaf.cut.layer_rank > 1 and not leaf.is_stand_in
-        ]
         known = found, leaves, fp8, not_fp8, read.layers, read.positions(planned, life)
         of_loss = weighted, aux, kinds, undifferentiable
         return Traced(*known, *of_loss, tokens, captured, from_outside, outside)

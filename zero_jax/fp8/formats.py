@@ -52,6 +52,6 @@ def quantise(x: jax.Array, dtype: DTypeLike, dims: Sequence[int]) -> tuple[jax.A
     >>> (codes.astype(jnp.float32) * scale).tolist(), scale[:, 0].tolist()
     ([[0.5, -3.0], [896.0, 1.0]], [0.0078125, 4.0])
     """
-    largest = jnp.max(jnp.abs(x), axis=tuple(dims), keepdims=True)
+    largest = jnp.max(jnp.abs(x), axis=tuple(dims), keepdims=True, initial=0)
     scale = scale_for(largest, dtype)
     return encode(x, scale, dtype), scale

@@ -16,7 +16,6 @@ and with respect to which the gradient is taken. The same holds for x.
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -89,8 +88,8 @@ def product(form: Form, x: jax.Array, x_codes: _Pair, w: jax.Array, w_codes: _Pa
     def backward(
         kept: tuple[_Pair, _Pair], g: jax.Array
     ) -> tuple[jax.Array, jax.Array, None, None]:
-        dx, dw = _gradients(form, x.dtype, w.dtype, *kept, _differentiated_once(g))
-        return dx, dw, None, None
+        dx, dw = _gradients(form, x.dtype, w.dtype, *kept, g)
+        return _differentiated_once(dx), _differentiated_once(dw), None, None
 
     fp8_product.defvjp(forward, backward)
     return fp8_product(x, w, x_codes, w_codes)
@@ -132,8 +131,9 @@ def _dot(a: _Operand, b: _Operand, out: str, dtype: DTypeLike) -> jax.Array:
     with jax.named_scope(SCOPE):
         codes = jax.lax.dot_general(x, y, numbers, preferred_element_type=wide)
     codes = jnp.transpose(codes, [[*batch, *free].index(c) for c in out])
-    scaled = codes.astype(jnp.float32) * _aligned(x_scale, of_x, out) * _aligned(y_scale, of_y, out)
-    return scaled.astype(dtype)
+    # Powers of two: exact in any dtype. In fp32 XLA would store the unscaled product in fp32.
+    scales = (_aligned(*own, out).astype(wide) for own in ((x_scale, of_x), (y_scale, of_y)))
+    return (codes * next(scales) * next(scales)).astype(dtype)
 
 
 def _aligned(scale: jax.Array, letters: str, out: str) -> jax.Array:
@@ -145,14 +145,17 @@ def _aligned(scale: jax.Array, letters: str, out: str) -> jax.Array:
     return jnp.expand_dims(scale, [d for d, c in enumerate(out) if c not in kept])
 
 
-@jax.custom_jvp
-def _differentiated_once(g: jax.Array) -> jax.Array:
-    return g
+@jax.custom_vjp
+def _differentiated_once(x: jax.Array) -> jax.Array:
+    """Returns the array. A derivative of it is an error, once it is needed."""
+    return x
 
 
-@_differentiated_once.defjvp
-def _no_second_derivative(primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> _Pair:
+def _no_second_derivative(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
     raise ValueError(
         '`matmul_dtype`="fp8" has no second derivative: gradients are rounded to 3 bits. '
         "Use a Zero without it for derivatives of gradients"
     )
+
+
+_differentiated_once.defvjp(lambda x: (x, None), _no_second_derivative)

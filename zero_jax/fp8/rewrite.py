@@ -180,6 +180,13 @@ class _Products(Evaluator[_Value]):
         # Activations are quantised once for several products; an array is held with its identity.
         self._quantised: dict[tuple[int, str], tuple[jax.Array, tuple[jax.Array, jax.Array]]] = {}
 
+    def evaluate(self, closed: jex.ClosedJaxpr, values: Sequence[_Value]) -> list[_Value]:
+        # What is made in the body of a loop does not exist outside of it.
+        outside, self._quantised = self._quantised, {}
+        made = super().evaluate(closed, values)
+        self._quantised = outside
+        return made
+
     def is_replaced(self, value: _Value) -> bool:
         return isinstance(value, _Weight)
 
@@ -234,8 +241,8 @@ class _Products(Evaluator[_Value]):
         stay = [d for d in range(ndim) if d not in (*contracted, *batch)]
         dims = Dims(*(tuple(sorted(places[d] for d in own)) for own in (contracted, stay)))
         plain = dims.inputs and dims.outputs
-        cut = weight.sliced and -len(weight.dims) in (*dims.inputs, *dims.outputs)
-        self._seen(weight.leaf, dims if plain and not cut else None)
+        parted = weight.sliced and -len(weight.dims) in (*dims.inputs, *dims.outputs)
+        self._seen(weight.leaf, dims if plain and not parted else None)
         if weight.codes is None or weight.scale is None:
             out: jax.Array = jaxprs.function(eqn)(
                 *((other, weight.array) if at else (weight.array, other))

@@ -1,7 +1,6 @@
 """Matrix products in fp8 of a compiled program, and products that were to be in fp8 but are not."""
 
 import dataclasses
-import math
 
 from zero_jax.hlo.collectives import executions
 from zero_jax.hlo.flops import Flops, is_fp8, is_product
@@ -13,7 +12,7 @@ class Fp8Products:
     """Matrix products of one step on one device.
 
     Attributes:
-      count: Number of products in fp8 that run.
+      count: Number of products in fp8 that run; in a loop of unknown length they count once.
       flops: Their FLOPs.
       others: Names of products traced in fp8 that have operands of another dtype, with the dtypes.
     """
@@ -46,8 +45,8 @@ def fp8_products(program: Program, scope: str) -> Fp8Products:
         if not is_product(i):
             continue
         if is_fp8(i):
-            runs = math.nan if times is None else times
-            count, flops = int(count + runs), int(flops + runs * costs.count(i))
+            runs = 1 if times is None else times  # at least once in a loop of unknown length
+            count, flops = count + runs, flops + runs * costs.count(i)
         elif scope in i.op_name:
             dtypes = " x ".join(operand.arrays[0].dtype for operand in i.inputs[:2])
             others[f"{i.op_name} ({dtypes})"] = None

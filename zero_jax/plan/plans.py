@@ -93,7 +93,7 @@ class Plan:
       sent: Elements and bytes that each device sends per step, by kind of collective, counted in
         the trace; "update" for those of an update of partitioned matrices.
       fp8_params: Paths of the parameters that are multiplied in fp8.
-      not_fp8: Paths of matrices of layers that are not, if others are.
+      not_fp8: Paths of other matrices that are in products or layers, if some are.
       fp8_flops: FLOPs of the products in fp8 of the traced step, on all devices of `model`.
       fp8: Products in fp8 of the compiled program; None without any, or if only predicted.
       compiled: Audit of the compiled program; None if only predicted.

@@ -29,7 +29,7 @@ _TOLERATED = re.compile(
 _DEFAULTS = {"compute_dtype": "fp32", "reduce_dtype": "fp32", "grad_accum_steps": 1}
 _DEFAULTS |= {"secondary_shards": False, "precision": "zero_jax.Precision()"}
 _DEFAULTS |= {"replica": 1, "model": 1, "remat": "none"}
-_DTYPES = "compute_dtype reduce_dtype param_comm_dtype grad_comm_dtype"
+_DTYPES = "compute_dtype reduce_dtype matmul_dtype param_comm_dtype grad_comm_dtype"
 _FLAGS = f"stage mesh global_batch_size grad_accum_steps {_DTYPES} remat offload secondary_shards "
 _FLAGS += "optimizer weight_decay learning_rate max_steps warmup_steps max_grad_norm"
 

@@ -177,8 +177,7 @@ def arguments(file: File, kind: str, devices: int | None) -> Arguments:
 
 def _precision(file: File, kind: str) -> Arguments:
     mixed, sent, on = file["mixed_precision"], file["communication_data_type"], []
-    if str(file.values.get("mixed_precision")).lower() == "fp8":
-        file.say("mixed_precision", 'Precision has no fp8: use "bf16", as above', UNSUPPORTED)
+    in_fp8 = str(file.values.get("mixed_precision")).lower() == "fp8"
     for name in ("fp16", "bf16"):
         enabled = file[f"{name}.enabled"]
         if "distributed_type" in file.values and file.values.get(f"{name}.enabled") == AUTO:
@@ -201,6 +200,7 @@ def _precision(file: File, kind: str) -> Arguments:
             raise ValueError("`fp16.loss_scale` or its power: give a scale of 1 to 2^126")
     made = {"compute_dtype": compute, "initial_scale": scale, "growth_interval": interval}
     made["reduce_dtype"] = "bf16" if sent in ("bf16", "bfp16", "bfloat16") else "fp32"
+    made["matmul_dtype"] = "fp8" if in_fp8 else None
     made["param_comm_dtype"] = "int8" if file[f"{_ZERO}zero_quantized_weights"] else None
     made["grad_comm_dtype"] = "int4" if file[f"{_ZERO}zero_quantized_gradients"] else None
     return made
