@@ -1,6 +1,6 @@
 """Gradients of a GPT by path, three times, as process 0 sees them, to OUT-0.npz to OUT-2.npz.
 
-python process_gradients.py OUT SCATTER [ADDRESS COUNT RANK]     # a `Precision` or "none"
+python process_gradients.py OUT ROUNDED [ADDRESS COUNT RANK]     # a key of PRECISIONS
 """
 
 import sys
@@ -19,12 +19,18 @@ from zero_jax.sharding.paths import named_leaves
 CONFIG = gpt.GPTConfig(layers=4, width=128, heads=4, vocab=256, seq=16)
 
 
-def main(out: str, scatter: str, address: str = "", count: int = 1, rank: int = 0) -> None:
+PRECISIONS = {
+    "none": zero_jax.Precision(),
+    "int4": zero_jax.Precision(grad_comm_dtype="int4"),
+    "fp8": zero_jax.Precision(matmul_dtype="fp8"),
+}
+
+
+def main(out: str, rounded: str, address: str = "", count: int = 1, rank: int = 0) -> None:
     jax.config.update("jax_num_cpu_devices", 2 // count)
     if count > 1:
         zero_jax.initialize(address, count, rank)
-    precision = zero_jax.Precision(grad_comm_dtype=None if scatter == "none" else scatter)
-    zero = zero_jax.Zero(zero_jax.make_mesh(), remat="block", precision=precision)
+    zero = zero_jax.Zero(zero_jax.make_mesh(), remat="block", precision=PRECISIONS[rounded])
     problem, (index, parts) = gpt_problem(CONFIG), zero_jax.batch_share(zero.mesh)
     rows = np.random.default_rng(0).integers(0, CONFIG.vocab, (parts, 8 // parts, 17))
     batch = zero_jax.global_batch(zero.mesh, rows[index].astype(np.int32))

@@ -328,12 +328,12 @@ def test_processes_join_with_certificates_of_one_authority_alone(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scatter", ["none", "int4"])
-def test_gradients_of_two_processes_are_those_of_one(tmp_path, scatter):
+@pytest.mark.parametrize("rounded", ["none", "int4", "fp8"])
+def test_gradients_of_two_processes_are_those_of_one(tmp_path, rounded):
     """To rounding, each time: a race in a sum is wrong now and then, for a few numbers."""
     script, at = [str(ROOT / "tests" / "process_gradients.py")], free_address()
     for name, *ranks in (("one", []), ("two", *([at, "2", rank] for rank in "01"))):
-        commands = [[*script, str(tmp_path / name), scatter, *rank] for rank in ranks]
+        commands = [[*script, str(tmp_path / name), rounded, *rank] for rank in ranks]
         # With XLA's own settings, as users have them: how the program is scheduled matters here.
         said = outputs(commands, [{"XLA_FLAGS": ""}] * len(ranks))
     want = np.load(tmp_path / "one-0.npz")
@@ -344,5 +344,5 @@ def test_gradients_of_two_processes_are_those_of_one(tmp_path, scatter):
             largest, off = np.abs(want[name]).max(), np.abs(got[name] - want[name])
             same = off <= 1e-5 * largest + 1e-9
             # Where a number is half-way between two steps, an ulp decides which one it becomes.
-            assert np.mean(~same) <= (0 if scatter == "none" else 1e-3), name
+            assert np.mean(~same) <= (0 if rounded == "none" else 1e-3), name
             assert np.all(off <= largest / 2), name
