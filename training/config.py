@@ -57,7 +57,9 @@ class DataSettings:
         None, "Tokenizer (default: that of --init-from).", metavar="FOLDER"
     )
     loss_on: Literal["assistant", "all"] = setting("assistant", "Tokens in the loss")
-    long_documents: Literal["truncate", "drop", "error"] = setting("truncate", "Long documents")
+    long_documents: Literal["truncate", "drop", "error"] = setting(
+        "truncate", "Long documents: truncate, drop, error.", metavar="RULE"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

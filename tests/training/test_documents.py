@@ -437,6 +437,7 @@ LORA, FREE = {**RUN, "lora_rank": 4, "init_from": "A"}, {**RUN, "max_grad_norm":
 OTHER = {
     "optimizer": "lion", "vocab_size": 512, "expert_capacity_factor": 1.5, "compute_dtype": "bf16",
     "reduce_dtype": "bf16", "param_comm_dtype": "int8", "grad_comm_dtype": "int4",
+    "matmul_dtype": "fp8", "fp8_params": "mlp",
     "learning_rate": 1e-2, "warmup_steps": 1, "max_steps": 9, "max_grad_norm": 0.5,
     "weight_decay": 0.0, "lora_rank": 8, "lora_alpha": 400.0, "lora_targets": "q",
     "lora_base_dtype": "nf4"}  # fmt: skip

@@ -48,18 +48,17 @@ class Precision:
     Attributes:
       compute_dtype: Dtype of gathered parameters and of the model.
       reduce_dtype: Dtype of gradient sums over devices.
-      matmul_dtype: Dtype of the operands of matrix products with the layers' parameters (default:
-        `compute_dtype`). "fp8" multiplies them in 8-bit floats, forward and backward, with one
-        scale per tensor, "fp8_rowwise" with one per row; see `zero_jax.fp8`. Evaluations use
-        `compute_dtype`.
-      fp8_params: Pattern searched in the paths of parameters, for those that are multiplied in fp8
-        (default: matrices of layers with at least 128 inputs and outputs).
       param_comm_dtype: Dtype of sent parameters (default: `compute_dtype`). "int8" sends matrices
         as int8 with one scale per block, see `quantised`. Matrices that are multiplied in fp8 are
         always sent in fp8, and only they are with "fp8".
       grad_comm_dtype: Dtype of sent gradients (default: `reduce_dtype`). "int8" or "int4" sends
         gradients of matrices in that dtype and sums them in fp32; sums of scanned layers are stored
         in `reduce_dtype` until the update.
+      matmul_dtype: Dtype of products: fp8 or fp8_rowwise (default: `compute_dtype`). "fp8"
+        multiplies matrices of layers in 8-bit floats, forward and backward, with one scale per
+        tensor, "fp8_rowwise" with one per row; see `zero_jax.fp8`. Evaluations use `compute_dtype`.
+      fp8_params: Pattern of parameters for fp8 (default: large matrices of layers). Large ones have
+        at least 128 inputs and outputs.
       initial_scale: Initial loss scale (fp16 only).
       growth_interval: Number of good steps after which the scale doubles.
 
@@ -72,10 +71,10 @@ class Precision:
 
     compute_dtype: str = "fp32"
     reduce_dtype: str = "fp32"
-    matmul_dtype: Literal["fp8", "fp8_rowwise"] | None = None
-    fp8_params: str | None = None
     param_comm_dtype: Literal["int8", "fp8"] | None = None
     grad_comm_dtype: Literal["int8", "int4"] | None = None
+    matmul_dtype: Literal["fp8", "fp8_rowwise"] | None = None
+    fp8_params: str | None = None
     initial_scale: float = dataclasses.field(default=2.0**16, metadata={"unit": "none"})
     growth_interval: int = dataclasses.field(default=2000, metadata={"unit": "steps"})
 

@@ -52,7 +52,7 @@ class ModelSettings:
         None, "Tokens of a device in an MLP at once (default: all).", unit="tokens", most=2**24
     )
     optimizer: Literal["adamw", "sgd", "lion", "adafactor", "lamb", "muon"] = setting(
-        "adamw", "Optimizer"
+        "adamw", "adamw, sgd, lion, adafactor, lamb or muon.", metavar="NAME"
     )
 
 
@@ -104,6 +104,7 @@ _ABOUT: dict[str, dict[str, Any]] = {
     "remat": {"metavar": "POLICY"},
     "offload": {"metavar": "STATES"},
     "context_exchange": {"metavar": "KIND"},
+    "matmul_dtype": {"metavar": "DTYPE"},
     "bucket_bytes": {"most": 2**40},
     "memory_limit": {"metavar": "BYTES", "unit": "bytes"},
 }

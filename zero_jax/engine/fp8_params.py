@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from zero_jax.collectives import gather_scatter
 from zero_jax.collectives.gather_scatter import Wire
@@ -137,6 +138,10 @@ def scales_of(
 def gather(shard: jax.Array, scale: jax.Array, cut: Partition, wire: Wire) -> jax.Array:
     """Returns the codes of a full parameter, from every device's shard of it and their scales."""
     codes = encode(wire.cast(jax.lax.stop_gradient(shard)), scale, E4M3)
+    if (cut.dim is None or cut.shards == 1) and cut.model_shards == 1:
+        # Products in fp8 read their operands along the summed dims. Where nothing is gathered, XLA
+        # would transpose the fp32 parameters of all layers for that.
+        codes = with_layout_constraint(codes, Layout(major_to_minor=tuple(range(codes.ndim))))
     as_they_are = dataclasses.replace(wire, compute=None, gather_bits=None)
     return gather_scatter.gather(codes, cut, as_they_are)
 

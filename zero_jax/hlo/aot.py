@@ -190,7 +190,8 @@ def _exported(target: Target, step: Callable[..., PyTree], args: Sequence[PyTree
     # JAX forgets the sharding of an argument that it removes.
     jitted = jax.jit(flat, keep_unused=True)
     # JAX may change these calls; the same installation reads the program that writes it.
-    allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in _CUDNN_ATTENTION]
+    names = (*_CUDNN_ATTENTION, "LayoutConstraint")
+    allowed = list(map(jax.export.DisabledSafetyCheck.custom_call, names))
     export = jax.export.export(jitted, platforms=[target.platform], disabled_checks=allowed)
     try:
         return bytes(export(*leaves).serialize())

@@ -89,12 +89,12 @@ def of(
         `latencies` does not fit it, or the mesh has no devices.
     """
     aim, mesh = None if target is None else targets.target(target), config.mesh
-    aot.check(aim, mesh.size, topology, latencies)
     if config.precision.matmul_dtype and aim and aim.platform != "cpu" and not aim.fp8_flops:
         raise ValueError(
             f"`matmul_dtype`={config.precision.matmul_dtype!r} on {aim.name}, which has no matrix "
             "products in fp8: use h100 or a later GPU, or leave `matmul_dtype` out"
         )
+    aot.check(aim, mesh.size, topology, latencies)
     wrapped = ZeroTransform(tx, config)
     step = TrainStep(config, loss_fn, wrapped, has_aux=has_aux)
     # Sharded as these settings say, for parameters of any mesh and stage.
