@@ -308,11 +308,11 @@ def _assumptions(
 ) -> tuple[str, ...]:
     any_fp8 = flops.computation(flops.program.entry)[1] > 0
     fast, slow, in_host = target.fast_wire / 1e9, target.slow_wire / 1e9, target.host_devices
-    fp8 = f"{target.fp8_flops / 1e12:.4g} of those in fp8, "
+    fp8 = f" ({target.fp8_flops / 1e12:.4g} in fp8)" if any_fp8 else ""
     found = [
         f"Every kernel reaches the peaks of {target.name}: {target.flops / 1e12:.4g} TFLOP/s of "
-        f"16-bit matrix products, {fp8 if any_fp8 else ''}whatever other dtype, and "
-        f"{target.memory_bandwidth / 1e9:.4g} GB/s of memory; a run reaches less.",
+        f"16-bit matrix products{fp8}, whatever the dtype, and {target.memory_bandwidth / 1e9:.4g} "
+        "GB/s of memory; a run reaches less.",
         "A kernel takes the longer of its matrix products and its memory traffic, other arithmetic "
         "is free; kernels run one after the other, without launch gaps.",
         "A kernel reads its operands from memory once and writes its results there; caches and "
