@@ -11,8 +11,8 @@ HELD_OUT = re.compile(r"^validation loss ([\d.]+) nats per \w+, over all", re.MU
 
 
 def held_out(folder, *args):
-    # On one device: sums over CPU devices are in no fixed order, and held-out losses of runs in bf16
-    # alone then differ by up to 1.5 %.
+    # On one device: sums over CPU devices are in no fixed order, and held-out losses of runs in
+    # bf16 alone then differ by up to 1.5 %.
     run = start("--compute-dtype", "bf16", "--devices", "1", *args, cwd=folder)
     out, errors = run.communicate(timeout=900)
     assert run.returncode == 0, out + errors
