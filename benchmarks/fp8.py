@@ -12,7 +12,7 @@ import argparse
 import json
 import pathlib
 import sys
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
@@ -25,10 +25,14 @@ from zero_jax.models import families
 FILE = pathlib.Path(__file__).parent.parent / "docs" / "fp8.json"
 PROGRAMS = ("llama-3.1-8b:8", "llama-3.1-8b:64", "llama-3.1-70b:64")
 ROWS, TOKENS = 4, 1024
-KINDS = {"bf16": None, "fp8": "fp8", "fp8 by rows": "fp8_rowwise"}
+KINDS: dict[str, Literal["fp8", "fp8_rowwise"] | None] = {
+    "bf16": None,
+    "fp8": "fp8",
+    "fp8 by rows": "fp8_rowwise",
+}
 
 
-def facts(model: str, devices: int, kind: Any) -> dict[str, Any]:
+def facts(model: str, devices: int, kind: Literal["fp8", "fp8_rowwise"] | None) -> dict[str, Any]:
     """Returns memory, communication, products and modelled time of one program."""
     precision = Precision("bf16", reduce_dtype="bf16", matmul_dtype=kind)
     zero = Zero(abstract_mesh(devices), 3, precision=precision, remat="block")

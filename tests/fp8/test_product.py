@@ -31,7 +31,7 @@ def in_fp8(fun, w, x, *, by_row=False):
     new = rewrite.in_fp8(closed, 1, found, traced, **how)
 
     def run(w, x):
-        codes = quantise(jax.lax.stop_gradient(w), E4M3, found[0].shared(by_row))
+        codes = quantise(jax.lax.stop_gradient(w), E4M3, rewrite.shared(found[0], by_row=by_row))
         return jaxprs.as_function(new)(w, *codes, x)[0]
 
     return run
@@ -162,7 +162,7 @@ def test_activations_that_several_loops_read_are_quantised_in_each():
     closed = traced(loss, w, e, x)
     found = rewrite.multiplied(closed, 1, jnp.float32, traced)
     new = rewrite.in_fp8(closed, 1, found, traced, dtype=jnp.float32, by_row=False)
-    codes = quantise(w, E4M3, found[0].shared(False))
+    codes = quantise(w, E4M3, rewrite.shared(found[0], by_row=False))
     out = jaxprs.as_function(new)(w, *codes, e, x)[0]
     w8 = np.asarray(codes[0], np.float64) * np.asarray(codes[1])
     expected = x + rounded(e, E4M3, range(2)) @ (2 * w8.sum(0) + w8[0])

@@ -27,18 +27,15 @@ from zero_jax.adapters.quantised import Quantised
 from zero_jax.sharding.paths import PyTree
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.evaluator import Evaluator
+from zero_jax.tracing.products import ProductDims
 
 
-@dataclasses.dataclass(frozen=True)
-class Dims:
-    """The dims of a matrix that a product sums over, and those that stay; counted from the end.
+class Dims(ProductDims):
+    """The dims of an adapted matrix, and those of its adapters.
 
     >>> Dims(inputs=(-2,), outputs=(-1,)).shapes((48, 4096, 1024), rank=16)
     ((48, 4096, 16), (48, 16, 1024))
     """
-
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
 
     def shapes(self, matrix: Sequence[int], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the shapes of A and B."""
@@ -152,7 +149,7 @@ class _Adapted(Evaluator[Value]):
             return made
         at = next(i for i, value in enumerate(values) if self.is_replaced(value))
         if eqn.primitive.name == "dot_general" and not self.is_replaced(values[1 - at]):
-            matrix, dims = values[at], _dims_of_product(eqn, at)
+            matrix, dims = values[at], Dims.of(eqn, at)
             if matrix.low is None or matrix.dims == dims:
                 self._seen(matrix.path, dims)
                 fun = lambda *pair: [_product(eqn, at, *pair)]  # noqa: E731
@@ -218,14 +215,6 @@ def _through(eqn: jex.JaxprEqn, matrix: Matrix) -> list[Value] | None:
 
 # For each of two operands, the dims that a product contracts and its batch dims.
 _ProductDims = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
-
-
-def _dims_of_product(eqn: jex.JaxprEqn, at: int) -> Dims:
-    """Returns the dims of input `at` that a product sums over, and those that stay."""
-    contracted, batch = (part[at] for part in eqn.params["dimension_numbers"])
-    ndim = len(jaxprs.shape_of(eqn.invars[at]))
-    stay = [d for d in range(ndim) if d not in (*contracted, *batch)]
-    return Dims(tuple(d - ndim for d in sorted(contracted)), tuple(d - ndim for d in stay))
 
 
 def _product(eqn: jex.JaxprEqn, at: int, matrix: Matrix, other: jax.Array) -> jax.Array:

@@ -18,13 +18,7 @@ from zero_jax.context_parallel import chunks
 from zero_jax.engine import execute, fp8_params, losses
 from zero_jax.engine.config import Config
 from zero_jax.engine.lazy_param import LazyParam, Param, full
-from zero_jax.engine.lifetimes import (
-    LIFETIMES,
-    MICRO_BATCH,
-    STEP,
-    TOUCH,
-    Leaf,
-)
+from zero_jax.engine.lifetimes import LIFETIMES, MICRO_BATCH, STEP, TOUCH, Leaf
 from zero_jax.engine.losses import Micro
 from zero_jax.engine.trace import Traced
 from zero_jax.remat import policies

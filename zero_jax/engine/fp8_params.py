@@ -24,6 +24,7 @@ from zero_jax.sharding import paths
 from zero_jax.sharding.layout import Partition, strip_dim
 from zero_jax.sharding.mesh import REPLICA, names
 from zero_jax.tracing.jaxpr import shape_of
+from zero_jax.tracing.products import ProductDims
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,7 @@ def chosen(
     leaves: Sequence[Leaf],
     precision: Precision,
     stage: rewrite.Stage,
-) -> tuple[dict[int, rewrite.Dims], list[str]]:
+) -> tuple[dict[int, ProductDims], list[str]]:
     """Chooses the parameters that are multiplied in fp8.
 
     Args:
@@ -89,7 +90,7 @@ def chosen(
 
 
 def _named(
-    found: Mapping[int, rewrite.Dims], paths_of: Sequence[str], precision: Precision
+    found: Mapping[int, ProductDims], paths_of: Sequence[str], precision: Precision
 ) -> list[int]:
     """Returns the parameters that `fp8_params` chooses."""
     assert precision.fp8_params is not None
@@ -111,7 +112,7 @@ def _is_matrix(cut: Partition) -> bool:
     return cut.layer_rank > 1 and math.prod(per_layer) >= rewrite.LEAST**2
 
 
-def _listed(found: Mapping[int, rewrite.Dims], paths_of: Sequence[str]) -> str:
+def _listed(found: Mapping[int, ProductDims], paths_of: Sequence[str]) -> str:
     return ", ".join(paths_of[at] for at in found) or "none"
 
 

@@ -29,7 +29,6 @@ from zero_jax.engine import (
 )
 from zero_jax.engine.config import Config
 from zero_jax.fp8 import rewrite
-from zero_jax.fp8.rewrite import Dims
 from zero_jax.remat import policies
 from zero_jax.sharding import paths
 from zero_jax.sharding.mesh import (
@@ -45,6 +44,7 @@ from zero_jax.sharding.paths import PyTree
 from zero_jax.tracing import passes
 from zero_jax.tracing.dataflow import HasGradient, Varies
 from zero_jax.tracing.jaxpr import is_float, new_jaxpr, written_out
+from zero_jax.tracing.products import ProductDims
 
 
 @jax.tree_util.register_static
@@ -169,16 +169,16 @@ def trace(
         bucket = settings.bucket_bytes * model_size(settings.mesh)
         life = lifetimes.lifetime(settings.stage, grad_accum_steps)
 
-        def reading(found: jex.ClosedJaxpr, fp8: Mapping[int, Dims]) -> param_plan.Reading:
+        def reading(found: jex.ClosedJaxpr, fp8: Mapping[int, ProductDims]) -> param_plan.Reading:
             own = [*cuts, *(cuts[at] for at in fp8)]
             return param_plan.Reading(found.jaxpr, own, policy, bucket, [*fp8])
 
-        def plans(read: param_plan.Reading, fp8: Mapping[int, Dims]) -> list[lifetimes.Leaf]:
+        def plans(read: param_plan.Reading, fp8: Mapping[int, ProductDims]) -> list[lifetimes.Leaf]:
             known = [*names, *(names[at] for at in fp8)], [*frozen, *[True] * len(fp8)]
             leaves = read.leaves(*known, life, settings.wire)
             return list(map(lifetimes.summed_by_jax, leaves)) if outside else leaves
 
-        products, not_fp8 = dict[int, Dims](), list[str]()
+        products, not_fp8 = dict[int, ProductDims](), list[str]()
         read = reading(found, products)
         if precision.matmul_dtype is not None:
             own = names, plans(read, products), precision, stage
@@ -189,7 +189,7 @@ def trace(
         planned = plans(read, products)
         leaves, codes = planned[: len(names)], planned[len(names) :]
         fp8 = [
-            fp8_params.Fp8Param(at, dims.shared(by_row), leaf)
+            fp8_params.Fp8Param(at, rewrite.shared(dims, by_row=by_row), leaf)
             for (at, dims), leaf in zip(products.items(), codes, strict=True)
         ]
         undifferentiable, loops = "", _DifferentiatedLoops()

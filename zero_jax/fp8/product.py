@@ -29,13 +29,13 @@ _Pair = tuple[jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
-    """The dims of a product, as letters.
+class Contraction:
+    """A product, with the dims of its operands as letters.
 
     Attributes:
-      x: Those of the activations.
-      w: Those of the weight.
-      out: Those of the result.
+      x: The dims of the activations.
+      w: The dims of the weight.
+      out: The dims of the result.
       x_first: True if the activations are the first operand.
       by_row: True for a scale per row.
       dtype: Dtype of the result.
@@ -63,7 +63,9 @@ class Form:
         return quantise(jax.lax.stop_gradient(x), E4M3, self.scaled(self.x, self.w))
 
 
-def product(form: Form, x: jax.Array, x_codes: _Pair, w: jax.Array, w_codes: _Pair) -> jax.Array:
+def product(
+    form: Contraction, x: jax.Array, x_codes: _Pair, w: jax.Array, w_codes: _Pair
+) -> jax.Array:
     """Returns the product of two matrices, given each with codes and scale.
 
     Args:
@@ -96,7 +98,7 @@ def product(form: Form, x: jax.Array, x_codes: _Pair, w: jax.Array, w_codes: _Pa
 
 
 def _gradients(
-    form: Form, x_dtype: DTypeLike, w_dtype: DTypeLike, x: _Pair, w: _Pair, g: jax.Array
+    form: Contraction, x_dtype: DTypeLike, w_dtype: DTypeLike, x: _Pair, w: _Pair, g: jax.Array
 ) -> _Pair:
     of_tensor = None if form.by_row else quantise(g, E5M2, range(g.ndim))
 
@@ -138,10 +140,9 @@ def _dot(a: _Operand, b: _Operand, out: str, dtype: DTypeLike) -> jax.Array:
 
 def _aligned(scale: jax.Array, letters: str, out: str) -> jax.Array:
     """Returns a scale with the dims of a result, with which it is multiplied."""
-    kept = sorted((c for c in letters if c in out), key=out.index)
+    kept = [c for c in letters if c in out]
     scale = jnp.squeeze(scale, [d for d, c in enumerate(letters) if c not in out])
-    left = [c for c in letters if c in out]
-    scale = jnp.transpose(scale, [left.index(c) for c in kept])
+    scale = jnp.transpose(scale, [kept.index(c) for c in out if c in kept])
     return jnp.expand_dims(scale, [d for d, c in enumerate(out) if c not in kept])
 
 

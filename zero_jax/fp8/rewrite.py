@@ -5,6 +5,7 @@ is taken, its codes, and their scales. Slices of a stack of parameters are slice
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -13,9 +14,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from zero_jax.fp8.formats import E4M3
-from zero_jax.fp8.product import Form, product
+from zero_jax.fp8.product import Contraction, product
 from zero_jax.tracing import jaxpr as jaxprs
 from zero_jax.tracing.evaluator import Evaluator
+from zero_jax.tracing.products import ProductDims
 
 # cuBLAS needs multiples of 16 bytes; XLA would pad other operands in every product.
 ALIGNED = 16
@@ -26,26 +28,14 @@ LEAST = 128
 Stage = Callable[..., jex.ClosedJaxpr]
 
 
-@dataclasses.dataclass(frozen=True)
-class Dims:
-    """The dims of a matrix in its products, counted from the end.
-
-    Attributes:
-      inputs: Those that the forward product sums over.
-      outputs: Those of its result. The rest counts matrices: layers or experts.
-    """
-
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-    def shared(self, by_row: bool) -> tuple[int, ...]:
-        """Returns the dims along which numbers share a scale."""
-        return self.inputs if by_row else (*self.inputs, *self.outputs)
+def shared(dims: ProductDims, *, by_row: bool) -> tuple[int, ...]:
+    """Returns the dims of a matrix along which numbers share a scale."""
+    return dims.inputs if by_row else (*dims.inputs, *dims.outputs)
 
 
 def multiplied(
     closed: jex.ClosedJaxpr, leaves: int, dtype: DTypeLike, stage: Stage
-) -> dict[int, Dims]:
+) -> dict[int, ProductDims]:
     """Returns the parameters, by position, that all products in a dtype read along the same dims.
 
     Args:
@@ -54,7 +44,7 @@ def multiplied(
       dtype: The compute dtype; products in another dtype stay as they are.
       stage: Traces a function.
     """
-    reads: dict[int, set[Dims | None]] = {}
+    reads: dict[int, set[ProductDims | None]] = {}
     types = _types(closed)
 
     def loss(*args: jax.Array) -> list[_Value]:
@@ -71,16 +61,16 @@ def multiplied(
     return {at: dims for at, (dims, *others) in reads.items() if not others and dims is not None}
 
 
-def is_large(shape: Sequence[int], dims: Dims) -> bool:
+def is_large(shape: Sequence[int], dims: ProductDims) -> bool:
     """Returns whether fp8 pays for a matrix."""
-    sides = [_size(shape, dims.inputs), _size(shape, dims.outputs)]
+    sides = [math.prod(shape[d] for d in own) for own in (dims.inputs, dims.outputs)]
     return min(sides) >= LEAST and not any(side % ALIGNED for side in sides)
 
 
 def in_fp8(
     closed: jex.ClosedJaxpr,
     leaves: int,
-    chosen: Mapping[int, Dims],
+    chosen: Mapping[int, ProductDims],
     stage: Stage,
     *,
     dtype: DTypeLike,
@@ -103,7 +93,7 @@ def in_fp8(
     types = _types(closed)
     codes = [jax.ShapeDtypeStruct(types[at].shape, E4M3) for at in chosen]
     scales = [
-        jax.ShapeDtypeStruct(scale_shape(types[at].shape, dims.shared(by_row)), jnp.float32)
+        jax.ShapeDtypeStruct(scale_shape(types[at].shape, shared(dims, by_row=by_row)), jnp.float32)
         for at, dims in chosen.items()
     ]
 
@@ -120,25 +110,18 @@ def in_fp8(
     return stage(loss, *types[:leaves], *codes, *scales, *types[leaves:])
 
 
-def scale_shape(shape: Sequence[int], shared: Sequence[int]) -> tuple[int, ...]:
+def scale_shape(shape: Sequence[int], alike: Sequence[int]) -> tuple[int, ...]:
     """Returns the shape of a leaf's scales.
 
     >>> scale_shape((48, 1024, 4096), [-2, -1]), scale_shape((1024, 4096), [-2])
     ((48, 1, 1), (1, 4096))
     """
-    return tuple(1 if d in shared else n for d, n in enumerate(shape, -len(shape)))
+    return tuple(1 if d in alike else n for d, n in enumerate(shape, -len(shape)))
 
 
 def _types(closed: jex.ClosedJaxpr) -> list[jax.ShapeDtypeStruct]:
     variables = closed.jaxpr.invars
     return [jax.ShapeDtypeStruct(jaxprs.shape_of(v), jaxprs.dtype_of(v)) for v in variables]
-
-
-def _size(shape: Sequence[int], dims: Sequence[int]) -> int:
-    size = 1
-    for d in dims:
-        size *= shape[d]
-    return size
 
 
 @jax.tree_util.register_dataclass
@@ -168,7 +151,7 @@ class _Weight:
 
 
 _Value = jax.Array | _Weight
-_Seen = Callable[[int, Dims | None], object]
+_Seen = Callable[[int, ProductDims | None], object]
 
 
 class _Products(Evaluator[_Value]):
@@ -236,10 +219,7 @@ class _Products(Evaluator[_Value]):
         return usual and all(jaxprs.dtype_of(a) == self._dtype for a in atoms)
 
     def _product(self, eqn: jex.JaxprEqn, at: int, weight: _Weight, other: jax.Array) -> jax.Array:
-        contracted, batch = (part[at] for part in eqn.params["dimension_numbers"])
-        places, ndim = weight.places, weight.array.ndim
-        stay = [d for d in range(ndim) if d not in (*contracted, *batch)]
-        dims = Dims(*(tuple(sorted(places[d] for d in own)) for own in (contracted, stay)))
+        dims = ProductDims.of(eqn, at, weight.places)
         plain = dims.inputs and dims.outputs
         parted = weight.sliced and -len(weight.dims) in (*dims.inputs, *dims.outputs)
         self._seen(weight.leaf, dims if plain and not parted else None)
@@ -260,7 +240,7 @@ class _Products(Evaluator[_Value]):
         out = jaxprs.as_function(closed)(*args)[0]
         return out
 
-    def _of_activations(self, form: Form, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _of_activations(self, form: Contraction, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         key = id(x), str(form.scaled(form.x, form.w))
         if key not in self._quantised:
             self._quantised[key] = x, form.quantised(x)
@@ -306,7 +286,7 @@ def _element(weight: _Weight, at: int) -> _Weight:
     return element
 
 
-def _form(eqn: jex.JaxprEqn, at: int, by_row: bool) -> Form:
+def _form(eqn: jex.JaxprEqn, at: int, by_row: bool) -> Contraction:
     """Returns the form of a product whose input `at` is the weight."""
     (summed, batch), letters = eqn.params["dimension_numbers"], iter("abcdefghijklmnopqrstuvwxyz")
     named = [[""] * len(jaxprs.shape_of(a)) for a in eqn.invars]
@@ -319,4 +299,4 @@ def _form(eqn: jex.JaxprEqn, at: int, by_row: bool) -> Form:
     free = [c for i, own in enumerate(named) for c in own if c not in named[1 - i]]
     operands = ["".join(own) for own in named]
     out, dtype = "".join([*shared, *free]), jaxprs.dtype_of(eqn.outvars[0])
-    return Form(operands[1 - at], operands[at], out, at == 1, by_row, dtype)
+    return Contraction(operands[1 - at], operands[at], out, at == 1, by_row, dtype)

@@ -75,10 +75,6 @@ class Flops(Totals):
         """Returns the FLOPs of one run of an instruction, with all that it calls."""
         return int(self.instruction(i)[0])
 
-    def in_fp8(self, i: Instruction) -> int:
-        """Returns the FLOPs of one run of an instruction whose operands have 8 bits."""
-        return int(self.instruction(i)[1])
-
     def uncounted(self) -> tuple[str, ...]:
         """Returns the library calls whose work is not counted, such as other kernels."""
         calls = {i.target for i in self._library_calls()}
