@@ -45,6 +45,7 @@ from zero_jax.fp8.product import SCOPE
 from zero_jax.hlo import auditor, roofline, targets
 from zero_jax.hlo.fp8_products import fp8_products
 from zero_jax.models import gpt
+from zero_jax.sharding.mesh import AnyMesh
 
 Row = dict[str, Any]
 
@@ -106,7 +107,7 @@ def reason_against(own: Row) -> str:
     return ""
 
 
-def case_of(own: Row, mesh: Any) -> Case:
+def case_of(own: Row, mesh: AnyMesh) -> Case:
     """Returns one model on one device, at stage 3."""
     zero = zero_jax.Zero(mesh, 3, precision=precision(own), remat=own["remat"])
     return Case(gpt.preset(own["model"]), zero, "adamw", own["rows"])

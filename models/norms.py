@@ -6,8 +6,6 @@ them in many passes. This one keeps the input and two numbers a token.
 Shapes: D width.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -45,7 +43,7 @@ def _layer_norm_fwd(
     return out, (x, scale_D, jnp.zeros((0,), bias_D.dtype), mean, factor)
 
 
-def _layer_norm_bwd(residuals: Any, dout: jax.Array) -> tuple[jax.Array, ...]:
+def _layer_norm_bwd(residuals: tuple[jax.Array, ...], dout: jax.Array) -> tuple[jax.Array, ...]:
     x, scale_D, bias_like, mean, factor = residuals
     tokens = tuple(range(x.ndim - 1))
     dout, normal = _wide(dout), (_wide(x) - mean) * factor
