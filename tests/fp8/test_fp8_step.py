@@ -195,6 +195,7 @@ CASES = [
     ("gpt", {"axes": {"data": 2}, "stage": 1, "remat": "dots"}, "fp8_rowwise"),
     ("gpt", {"axes": {"data": 2, "model": 2}, "remat": "block"}, "fp8"),
     ("gpt", {"axes": {"replica": 2, "data": 2}, "secondary_shards": True}, "fp8"),
+    ("gpt", {"axes": {"replica": 2, "data": 3}, "secondary_shards": True}, "fp8_rowwise"),
     ("llama", {"axes": {"data": 2}, "stage": 2, "remat": "block_sqrt"}, "fp8"),
     ("llama", {"axes": {"data": 2, "context": 2}, "remat": "block"}, "fp8"),
     ("llama", {"axes": {"data": 3}, "remat": "block"}, "fp8_rowwise"),

@@ -125,6 +125,8 @@ def scales_of(
       shards: This device's shards of all parameters.
       params: Those in fp8.
       wire: Its compute dtype is that of the numbers which are quantised.
+
+    Parts of a shard over `replica` are joined before they are encoded.
     """
     largest = [
         jnp.max(jnp.abs(wire.cast(jax.lax.stop_gradient(shards[p.at]))), p.shared, keepdims=True)
@@ -132,7 +134,12 @@ def scales_of(
     ]
     full = _over_devices([x.astype(jnp.float32) for x in largest], params)
     pairs = [(scale_for(x, E4M3), p) for x, p in zip(full, params, strict=True)]
-    own = [_part(scale, p.codes.cut, p.shared) for scale, p in pairs]
+    own = [
+        gather_scatter.local_shard(scale, p.codes.cut, p.codes.cut.axis)
+        if _is_split(p.codes.cut, p.shared)
+        else scale
+        for scale, p in pairs
+    ]
     return [_unpadded(scale, p.codes.cut, p.shared) for scale, p in pairs], own
 
 
@@ -184,16 +191,6 @@ def _placed(x: jax.Array, cut: Partition, shared: Sequence[int]) -> jax.Array:
     shape[cut.dim] *= cut.shards * cut.parts
     start = jax.lax.axis_index(_axes(cut)) * size
     return jax.lax.dynamic_update_slice_in_dim(jnp.zeros(shape), x, start, cut.dim % x.ndim)
-
-
-def _part(scale: jax.Array, cut: Partition, shared: Sequence[int]) -> jax.Array:
-    """Returns the scales of this device's shard."""
-    if not _is_split(cut, shared):
-        return scale
-    assert cut.dim is not None
-    size = scale.shape[cut.dim] // (cut.shards * cut.parts)
-    start = jax.lax.axis_index(_axes(cut)) * size
-    return jax.lax.dynamic_slice_in_dim(scale, start, size, cut.dim % scale.ndim)
 
 
 def _unpadded(scale: jax.Array, cut: Partition, shared: Sequence[int]) -> jax.Array:
